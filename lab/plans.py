@@ -15,7 +15,7 @@ from lab.published_runs import errors, published_runs
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.search import Question, search, usual_batch
-from megatron_vocabpar.plan.search_tables import binds, stock_best
+from megatron_vocabpar.plan.search_tables import binds, verdict_of
 from megatron_vocabpar.plan.tables import sizes_of
 
 MODELS = {
@@ -29,8 +29,8 @@ GPUS = (8, 64, 512)
 
 def rows(models: list[str]) -> Iterator[str]:
     """The table, a row for each model and number of GPUs."""
-    yield "| model | GPUs | recommended | s | MFU % | GiB | what binds it | over Megatron's best | error |"
-    yield "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: |"
+    yield "| model | GPUs | recommended | s | MFU % | GiB | what binds it | ours / stock | decided | error |"
+    yield "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | --- | ---: |"
     for name in models:
         for gpus in GPUS:
             started = time.process_time()
@@ -44,12 +44,14 @@ def row(name: str, gpus: int) -> str:
     question = Question(model, gpu, gpus, usual_batch(model, gpus), gpu.memory_gib)
     found = search(question)
     if not found:
-        return "nothing fits | – | – | – | – | –"
-    best, stock = found[0], stock_best(found)
-    gain = f"{stock.choice.iteration_ms / best.choice.iteration_ms:.2f}" if stock else "–"
+        return "nothing fits | – | – | – | – | – | –"
+    best, judged = found[0], verdict_of(found)
+    gains = " / ".join(f"{gain:.2f}" for gain in judged.gains) if judged else "–"
+    decided = "no" if judged and judged.reason else "yes"
+    numbers = f"{100 * best.choice.mfu(best.request):.1f} | {best.choice.peak_gib:.0f}"
     return (
         f"{best.choice.name}: {sizes_of(best.request.job)} | {best.choice.iteration_ms / 1e3:,.2f} | "
-        f"{100 * best.choice.mfu(best.request):.1f} | {best.choice.peak_gib:.0f} | {binds(best)} | {gain}"
+        f"{numbers} | {binds(best)} | {gains} | {decided}"
     )
 
 
@@ -67,15 +69,17 @@ def in_short(table: list[str]) -> Iterator[str]:
     for first in range(0, len(cells), len(GPUS)):
         of_model = cells[first : first + len(GPUS)]
         name, gpu = of_model[0][0], of_model[0][1].split()[1]
-        found = " | ".join(_in_short(each[2], each[7]) for each in of_model)
-        yield f"| {name}, {gpu} | {found} | {of_model[0][8]} |"
+        found = " | ".join(_in_short(each[2], each[7], each[8]) for each in of_model)
+        yield f"| {name}, {gpu} | {found} | {of_model[0][9]} |"
 
 
-def _in_short(recommended: str, gain: str) -> str:
+def _in_short(recommended: str, gains: str, decided: str) -> str:
     choice, _, sizes = recommended.partition(": ")
     if not sizes:
         return "–"
     pipeline = sizes.split(",")[0]
+    if decided == "no":
+        return f"undecided: {choice}, {pipeline}: {gains}"
     if choice.startswith("stock"):
         return "stock, no pipeline" if pipeline == "p 1" else f"stock, {pipeline}"
-    return f"**{choice}**, {pipeline}: {gain}"
+    return f"**{choice}**, {pipeline}: {gains}"

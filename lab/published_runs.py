@@ -13,20 +13,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import mean
 
-from megatron_vocabpar.plan.choice import Request, longest_after_ms
+from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.choices import choice_of, in_full
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.memory import parameters_of
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stock import layouts, play, stages_of
-from megatron_vocabpar.plan.times import estimated_costs
-from megatron_vocabpar.schedule.words.methods import method_named
-from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.plan.stock import layouts
+from megatron_vocabpar.plan.stock_choices import stock_choice
 
 
 @dataclass(frozen=True)
@@ -77,16 +75,13 @@ def published_runs() -> list[Run]:
 def planned_tokens_per_s(run: Run) -> float:
     """Tokens a second and GPU of Megatron's own schedule with the run's chunks, by the planner."""
     model, job, gpu = run.planned, run.job, hardware_named(run.hardware)
-    costs = estimated_costs(model, job, gpu, "baseline")
-    best = min(
-        (play(stages_of(placed, job.p, costs), job.p, job.m, costs.p2p_ms).length_ms, placed)
-        for placed in layouts(model.layers, job.p, costs)
+    request = Request(model, job, gpu, limit_gib=inf)
+    best_ms = min(
+        stock_choice(request, placed, shorter=False).iteration_ms
+        for placed in layouts(model.layers, job.p, request.costs())
         if placed.chunks == run.chunks and placed.overlaps == (run.hidden > 0.0)
     )
-    placement = Placement(job.p, run.chunks, "standard")
-    parameters = parameters_of(model, job, method_named("baseline"), placement, best[1].layers)
-    after = longest_after_ms(job, gpu, parameters, costs)
-    return run.batch * run.seq_length / (best[0] + after) * 1e3 / run.gpus
+    return run.batch * run.seq_length / best_ms * 1e3 / run.gpus
 
 
 def errors(runs: Sequence[Run]) -> Iterator[tuple[Run, float]]:

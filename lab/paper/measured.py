@@ -112,14 +112,17 @@ class Prediction:
 
 def predict(row: MeasuredRow) -> Prediction:
     """Simulate a row's schedule with its times, and add the optimizer's step."""
+    return Prediction(row, play(row).iteration_ms + row.step_ms())
+
+
+def play(row: MeasuredRow) -> Simulation:
+    """A row's schedule with its times."""
     costs = row.costs()
     schedule = generate(row.method, row.p, row.m, costs=costs)
     if METHODS[row.method].vocabulary_parallel:
-        result = simulate(Plan.of(schedule, costs))
-    else:
-        times = PassTimes.of(costs, schedule)
-        result = Simulation(schedule, run_events(schedule, times, blocking_program(schedule)))
-    return Prediction(row, result.iteration_ms + row.step_ms())
+        return simulate(Plan.of(schedule, costs))
+    times = PassTimes.of(costs, schedule)
+    return Simulation(schedule, run_events(schedule, times, blocking_program(schedule)))
 
 
 def blocking_program(schedule: Schedule) -> Program:

@@ -9,6 +9,7 @@ from statistics import mean
 
 from lab.paper.figures import Figure
 from lab.paper.measured import Prediction
+from lab.paper.price import Fit, Priced, gain_errors, layers_ms
 from lab.paper.simulated import Compared, Scaling
 
 
@@ -35,6 +36,53 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
             f"{row.iteration_ms:>14,.1f}{100 * one.error:>+9.2f}"
         )
     return "\n".join([*lines, _errors("predicted time", [one.error for one in predictions])])
+
+
+def prices_json(fits: Sequence[Fit], predictions: Sequence[Sequence[Priced]]) -> list[dict[str, object]]:
+    """An object for each reading: its fit, and F + B of each run."""
+    return [
+        {
+            **asdict(fit),
+            "runs": [
+                {
+                    "method": one.row.method,
+                    "vocab": one.row.vocab,
+                    "seq_length": one.row.seq_length,
+                    **asdict(one.use),
+                    "predicted_ms": one.predicted_ms,
+                    "measured_ms": layers_ms(one.row) if one.row.iteration_ms else None,
+                }
+                for one in runs
+            ],
+        }
+        for fit, runs in zip(fits, predictions, strict=True)
+    ]
+
+
+def prices_text(fits: Sequence[Fit], predictions: Sequence[Sequence[Priced]]) -> str:
+    """For each reading its price and a line for each run: F + B of the middle ranks in ms."""
+    lines = []
+    for fit, runs in zip(fits, predictions, strict=True):
+        alone = ", ".join(f"{ms:.2f} ms at s {length}" for length, ms in fit.alone_ms.items())
+        lines += [
+            f"{fit.reading}: slope {fit.price.slope:.4f}, channels {fit.price.channels:.2f}, transfers "
+            f"{fit.price.transfers:.2f}; alone {alone}",
+            f"{'method':<12}{'V':>9}{'s':>7}{'busy':>7}{'resident':>10}{'transfer':>10}{'F+B ms':>9}"
+            f"{'measured':>10}{'error %':>9}",
+        ]
+        for one in runs:
+            row, use, known = one.row, one.use, bool(one.row.iteration_ms)
+            lines.append(
+                f"{row.method:<12}{row.vocab:>9}{row.seq_length:>7}{use.busy:>7.3f}{use.resident:>10.3f}"
+                f"{use.transferring:>10.3f}{one.predicted_ms:>9.2f}"
+                + (f"{layers_ms(row):>10.2f}{100 * one.error:>+9.2f}" if known else f"{'–':>10}{'–':>9}")
+            )
+        compared = [one for one in runs if one.row.iteration_ms]
+        lines.append(_errors("F + B", [one.error for one in compared]))
+        if gains := gain_errors(compared):
+            lines.append(_errors("gain of one method over another", gains))
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def scaling_text(entries: Sequence[Scaling]) -> str:

@@ -41,7 +41,7 @@ def page_command(name: str) -> None:
     """Print it as Markdown.
 
     published: the planner beside published trainings (docs/plan.md); plans: what it recommends (docs/plan.md,
-    minutes); recipes: docs/recipes.md; launches: what is beside layers (docs/simulate.md, a minute).
+    minutes); recipes: docs/recipes.md; launches: what is beside layers (docs/schedules.md, minutes).
     """
     for line in PAGES[name]():
         click.echo(line)

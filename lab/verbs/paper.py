@@ -18,18 +18,22 @@ from lab.paper.figures import (
     schedules_text,
 )
 from lab.paper.measured import predict, read_measured
-from lab.paper.published import cells
+from lab.paper.price import between, fits, priced
+from lab.paper.published import cells, published_passes
 from lab.paper.simulated import compare, table3
 from lab.paper.text import (
     compared_json,
     compared_text,
     predictions_json,
     predictions_text,
+    prices_json,
+    prices_text,
     scaling_text,
 )
 from megatron_vocabpar.cli.files import FORMAT, write_output
 
-PARTS = ("table3", "table5", "table6", *FIGURES)
+PARTS = ("table3", "table5", "table6", "price", *FIGURES)
+_HELD_BACK = 64_000  # ids, of published runs that nothing here has seen
 _COLUMNS = 100  # of a schedule in the terminal
 
 
@@ -49,15 +53,18 @@ def paper_command(
     """A table or figure of the paper, simulated, with the error of each published number.
 
     table3 is from published measurements; table5 (figures 11 and 12) and table6 (13 and 14) are simulated;
-    figures 10 and 16 are drawn. figure17 needs --losses of runs: the paper has its curves as a picture alone.
+    figures 10 and 16 are drawn; price is what layers take beside others, with --measured in the runs of that
+    file. figure17 needs --losses of runs: the paper has its curves as a picture alone.
     """
-    if (part is None) == (measured_file is None):
+    if (part is None) == (measured_file is None) and part != "price":
         raise click.UsageError(f"give --measured FILE.csv, or one of {', '.join(PARTS)}")
     if output is not None and part not in FIGURES:
         raise click.UsageError(f"--output is for a figure: one of {', '.join(FIGURES)}")
     if (losses_file is not None) != (part == "figure17"):
         raise click.UsageError("figure17 is drawn from --losses FILE.csv, and nothing else is")
-    if measured_file is not None:
+    if part == "price":
+        _price(measured_file, output_format)
+    elif measured_file is not None:
         predictions = [predict(row) for row in read_measured(measured_file)]
         _print(predictions_json(predictions), predictions_text(predictions), output_format)
     elif part == "table3":
@@ -66,6 +73,19 @@ def paper_command(
     else:
         figure = FIGURES[part] if part in FIGURES else Figure("", table=str(part))
         _figure(figure, losses_file, output, output_format)
+
+
+def _price(measured_file: str | None, output_format: str) -> None:
+    published = published_passes()
+    found, rows = fits(published), [*published, *between(published, _HELD_BACK)]
+    if measured_file is not None:
+        rows = read_measured(measured_file)
+        for row in rows:
+            if row.seq_length not in found[0].alone_ms:
+                known = ", ".join(map(str, found[0].alone_ms))
+                raise ValueError(f"sequence length {row.seq_length}: published runs have {known}")
+    predictions = [[priced(row, fit) for row in rows] for fit in found]
+    _print(prices_json(found, predictions), prices_text(found, predictions), output_format)
 
 
 def _figure(figure: Figure, losses_file: str | None, output: str | None, output_format: str) -> None:

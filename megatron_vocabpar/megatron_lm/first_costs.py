@@ -50,14 +50,11 @@ def _layers(chunk: Any) -> StageLayers:
     return StageLayers(len(layers) - sparse, sparse, heads)
 
 
-def first_costs(
-    args: Any, method: str, m: int, stages: Sequence[StageLayers], device: torch.device
-) -> PassCosts | None:
+def first_costs(args: Any, m: int, stages: Sequence[StageLayers], device: torch.device) -> PassCosts | None:
     """Estimated times of Megatron's arguments; None for a model that the planner does not read.
 
     Args:
         args: Megatron's arguments.
-        method: a name of ``schedule.words.methods``.
         m: microbatches of an iteration.
         stages: of all stages, in the order of the pipeline.
         device: of this rank.
@@ -65,7 +62,7 @@ def first_costs(
     try:
         model = model_from_arguments(given_of(args))
         model = replace(model, dense_layers=sum(stage.dense for stage in stages) if model.experts else 0)
-        costs = costs_of_stages(model, _job(args, m), hardware_of(device), method, stages)
+        costs = costs_of_stages(model, _job(args, m), hardware_of(device), stages)
     except (ValueError, ZeroDivisionError):  # layers by pattern, sizes that it does not know
         return None
     return costs if any(costs.stage_ms["F_ms"]) else None

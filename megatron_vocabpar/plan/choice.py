@@ -5,13 +5,14 @@ Next: ``stock.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
 from megatron_vocabpar.plan.memory import GIB, Parameters, StageMemory
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.price import Price, Use, readings
 from megatron_vocabpar.plan.times import after_ms, estimated_costs
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -28,6 +29,7 @@ class Request:
     Attributes:
         limit_gib: the most GiB that a GPU may hold.
         measured: measured times, which replace the estimates.
+        prices: what layers take beside others, by the name of the reading; the first one orders choices.
     """
 
     model: Model
@@ -35,12 +37,26 @@ class Request:
     hardware: Hardware
     limit_gib: float
     measured: PassCosts | None = None
+    prices: Mapping[str, Price] = field(default_factory=readings, hash=False)
 
-    def costs(self, method: str) -> PassCosts:
-        """The times of all passes with a method, for layers that are spread evenly."""
+    def costs(self, factor: float = 1.0) -> PassCosts:
+        """The times of all passes, for even layers; those of layers ``factor`` times as long."""
         if self.measured is None:
-            return estimated_costs(self.model, self.job, self.hardware, method)
-        return self.measured if can_pair(self.model, self.job) else replace(self.measured, hidden_ms=0.0)
+            return estimated_costs(self.model, self.job, self.hardware, factor)
+        costs = self.measured if can_pair(self.model, self.job) else replace(self.measured, hidden_ms=0.0)
+        return costs.with_layers(factor)
+
+    def factors(self, use: Use) -> list[float]:
+        """By each reading, the time of layers over that in ``costs()``, whose GPUs are busy, too.
+
+        Measured passes run one after another, so their GPU is always busy.
+        """
+        busy = 1.0 if self.measured else self.hardware.rates.busy
+        known, multiprocessors = Use(busy), self.hardware.multiprocessors
+        return [
+            price.factor(use, multiprocessors) / price.factor(known, multiprocessors)
+            for price in self.prices.values()
+        ]
 
     @property
     def few(self) -> int:
@@ -54,25 +70,29 @@ class Choice:
 
     Attributes:
         layers: transformer layers of each stage.
-        iteration_ms: the iteration's time, with the optimizer's step.
+        iteration_ms: the iteration's time, with the optimizer's step, by the first reading of ``price.py``.
+        other_ms: the same by the last reading.
         idle: the share of the schedule in which the mean rank waits.
         stages: the memory of each rank at its peak.
         problem: the reason why it cannot run; the other fields are then empty.
         exact: it was simulated for all microbatches.
         flags: for stock Megatron, the flags that place its layers.
         after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
+        use: what runs beside layers.
     """
 
     method: str
     family: str
     layers: tuple[int, ...] = ()
     iteration_ms: float = 0.0
+    other_ms: float = 0.0
     idle: float = 0.0
     stages: tuple[StageMemory, ...] = ()
     problem: str = ""
     exact: bool = False
     flags: tuple[str, ...] = ()
     after_ms: float = 0.0
+    use: Use = field(default_factory=Use)
 
     @property
     def stock(self) -> bool:
@@ -105,6 +125,15 @@ class Choice:
         """The model's operations over the peak of all GPUs."""
         rate = self.tokens_per_s(request) * request.model.step_flops
         return rate / (request.job.gpus * request.hardware.tflops * 1e12)
+
+
+def priced_ms(request: Request, length_ms: float, layers: float, use: Use) -> list[float]:
+    """By each reading, the ms of a schedule that takes ``length_ms`` where layers have the factor 1.
+
+    ``layers`` is the share of passes' time that layers take. Exact where waits grow as the passes do: for a
+    schedule that is played again, within 0.1 %.
+    """
+    return [length_ms * (1.0 + layers * (factor - 1.0)) for factor in request.factors(use)]
 
 
 def longest_after_ms(

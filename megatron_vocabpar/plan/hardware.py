@@ -20,6 +20,8 @@ class Rates:
 
     Attributes:
         layers, output: products and attention in layers, and the output layer, in bfloat16.
+        busy: the share of the iteration in which the GPUs ran passes where layers reached this; see
+            ``price.py``.
         fp8_layers: layers' products in 8 bits.
         experts, fp8_experts: experts' products, in bfloat16 and in 8 bits.
         moved, moved_flex: how often sorting and gathering move an expert's tokens, [tokens, H] in 16 bits, at
@@ -30,6 +32,7 @@ class Rates:
     """
 
     layers: float
+    busy: float
     output: float
     fp8_layers: float
     experts: float
@@ -54,6 +57,7 @@ class Hardware:
         network_gb_s: a GPU's share of its node's network, one direction, 10^9 bytes a second.
         host_gb_s: one direction between the device and the host, 10^9 bytes a second.
         per_node, per_host: the GPUs that the link connects, and the GPUs of one host.
+        multiprocessors: of the GPU; AMD's compute units.
         sources: the source of each number.
     """
 
@@ -66,6 +70,7 @@ class Hardware:
     link_gb_s: float
     network_gb_s: float
     host_gb_s: float
+    multiprocessors: int
     per_node: int = 8
     per_host: int = 8
     sources: dict[str, str] = field(default_factory=dict, compare=False)

@@ -45,7 +45,7 @@ def layer_counts(request: Request, method: Method, family: Family) -> list[tuple
         raise ValueError("needs at least two stages")
     if layers < p * family.chunks:
         raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
-    costs = request.costs(method.name)
+    costs = request.costs()
     if method.name == REDIS and p > 1:
         return [with_final_stage(layers, p, _redistributed(costs, p, layers)[-1])]
     placement = Placement(p, family.chunks, family.shape)

@@ -8,7 +8,15 @@ from megatron_vocabpar.plan.advice import launch_line
 from megatron_vocabpar.plan.choice import STOCK, Choice
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.search import Found, Question
-from megatron_vocabpar.plan.search_tables import cells, gain, headline, nothing_fits, shown, stock_best
+from megatron_vocabpar.plan.search_tables import (
+    cells,
+    gain,
+    headline,
+    nothing_fits,
+    shown,
+    stock_best,
+    verdict_of,
+)
 from megatron_vocabpar.plan.tables import PARTS, Advice, model_notes, passes_of, sizes_of, summary
 from megatron_vocabpar.schedule.draw import draw_svg, lay_out, planned_chart
 from megatron_vocabpar.schedule.draw.markup import Html, element, headings, items, page, quiet, table
@@ -93,8 +101,8 @@ def _search(question: Question, found: Sequence[Found], notes: Sequence[str]) ->
         yield element("p", nothing_fits(question))
     else:
         yield _recommended(best.choice, f" with {sizes_of(best.request.job)}")
-        if more := gain(found):
-            yield element("p", more)
+        for more in filter(None, (gain(found), verdict_of(found))):
+            yield element("p", str(more))
         yield element("pre", launch_line(best.request, best.choice))
         yield element("h2", "The best ways to divide the model")
         rows = (_found(one, number == 0) for number, one in enumerate(shown(found)))

@@ -20,6 +20,7 @@ from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.search import BEST, MOST, Found, Question
 from megatron_vocabpar.plan.tables import model_notes, sizes_of
 from megatron_vocabpar.plan.times import layer_ms
+from megatron_vocabpar.plan.verdict import Verdict, verdict
 
 _SAYS = 0.02  # parts of the time that are at least this share of it are named
 
@@ -79,6 +80,8 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
     console.print(Text(f"Recommended: {best.choice.name} with {sizes_of(best.request.job)}"))
     if gain(found):
         console.print(Text(f"- {gain(found)}"))
+    if judged := verdict_of(found):
+        console.print(Text(f"- {judged}"))
     console.print(
         Text(f"- Times are estimates; --sources says where each number is from; {MOST} ways at most")
     )
@@ -110,6 +113,11 @@ def gain(found: Sequence[Found]) -> str:
         f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.choice.name} "
         f"with {sizes_of(stock.request.job)}"
     )
+
+
+def verdict_of(found: Sequence[Found]) -> Verdict | None:
+    """Ours beside Megatron's own, by both readings of what collectives take."""
+    return verdict([one.choice for one in found])
 
 
 def nothing_fits(question: Question) -> str:
@@ -167,11 +175,17 @@ def search_json(question: Question, found: Sequence[Found], notes: Sequence[str]
             "limit_gib": question.limit_gib,
             "fixed": dict(question.fixed),
             "hardware": asdict(question.hardware),
+            "verdict": verdict_json(verdict_of(found)),
             "found": [_found_json(one) for one in shown(found)],
             "notes": [*notes, *model_notes(question.model)],
         },
         indent=1,
     )
+
+
+def verdict_json(judged: Verdict | None) -> dict[str, Any] | None:
+    """Ours over Megatron's best, by both readings, and why that decides nothing, if so."""
+    return {"gains": judged.gains, "undecided": judged.reason} if judged else None
 
 
 def _found_json(one: Found) -> dict[str, Any]:
@@ -183,6 +197,7 @@ def _found_json(one: Found) -> dict[str, Any]:
         "stock": choice.stock,
         "layers_per_stage": choice.layers,
         "iteration_ms": choice.iteration_ms,
+        "other_ms": choice.other_ms,
         "mfu": choice.mfu(request),
         "tokens_per_s": choice.tokens_per_s(request),
         "peak_gib": choice.peak_gib,

@@ -27,13 +27,11 @@ class StageLayers(NamedTuple):
     heads: int = 0
 
 
-def costs_of_stages(
-    model: Model, job: Job, hardware: Hardware, method: str, stages: Sequence[StageLayers]
-) -> PassCosts:
+def costs_of_stages(model: Model, job: Job, hardware: Hardware, stages: Sequence[StageLayers]) -> PassCosts:
     """Estimated times, with those of each stage; ``stages`` is in the order of the pipeline."""
-    costs = estimated_costs(model, job, hardware, method)
-    dense = layer_ms(replace(model, experts=0, dense_layers=0), replace(job, e=1), hardware, method)
-    sparse = layer_ms(model.with_head_layers, job, hardware, method) if model.experts else dense
+    costs = estimated_costs(model, job, hardware)
+    dense = layer_ms(replace(model, experts=0, dense_layers=0), replace(job, e=1), hardware)
+    sparse = layer_ms(model.with_head_layers, job, hardware) if model.experts else dense
     head = costs.last_stage_extra
     rows: dict[str, tuple[float, ...]] = {
         name: tuple(

@@ -9,10 +9,11 @@ import re
 from dataclasses import replace
 from math import inf
 
-from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
+from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
-from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
+from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 
@@ -23,7 +24,7 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Choice]] = {}
-    for placed in layouts(request.model.layers, request.job.p, request.costs(BASELINE)):
+    for placed in layouts(request.model.layers, request.job.p, request.costs()):
         if placed.chunks > 1 and request.job.m % request.job.p:
             continue
         kind = re.sub(r" x\d+", "", placed.name)
@@ -38,8 +39,8 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
 
 def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:
     """Megatron's own schedule with its layers placed so, played for a few microbatches or for all."""
-    model, job, baseline = request.model, request.job, method_named(BASELINE)
-    costs = request.costs(BASELINE)
+    model, job, baseline = request.model, request.job, method_named("baseline")
+    costs = request.costs()
     few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, few) if shorter else job.m
     times = stages_of(placed, job.p, costs)
@@ -54,12 +55,17 @@ def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:
     played = play(times, job.p, m, costs.p2p_ms)
     length_ms = played.length_ms + (job.m - m) * max(played.further_ms)
     work_ms = sum(played.work_ms) + (job.m - m) * sum(played.further_ms)
+    use = Use(work_ms / job.p / length_ms)
+    ends_ms = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
+    lengths_ms = priced_ms(request, length_ms, 1.0 - job.m * ends_ms / work_ms, use)
     parameters = parameters_of(model, job, baseline, placement, placed.layers)
     after = longest_after_ms(job, request.hardware, parameters, costs)
     return replace(
         choice,
-        iteration_ms=length_ms + after,
-        idle=1.0 - work_ms / job.p / length_ms,
+        iteration_ms=lengths_ms[0] + after,
+        other_ms=lengths_ms[-1] + after,
+        idle=1.0 - use.busy,
         exact=not shorter,
         after_ms=after,
+        use=use,
     )

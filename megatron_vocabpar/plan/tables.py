@@ -22,8 +22,8 @@ from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.stock_choices import stock_choices
+from megatron_vocabpar.plan.verdict import verdict
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import BASELINE
 
 PARTS = {
     "weights": "weights",
@@ -75,7 +75,8 @@ def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> 
     if best is None:
         why, changes = redistribution(request, choices), remedies(request)
         return Advice(request, choices, None, "", tuple(why), tuple(changes), all_notes)
-    why = reasons(request, choices, best)
+    judged = verdict([one for one in choices if one.exact and one.fits(request)])
+    why = [*reasons(request, choices, best), *([str(judged)] if judged else [])]
     return Advice(request, choices, best, launch_line(request, best), tuple(why), (), all_notes)
 
 
@@ -209,9 +210,10 @@ def advice_json(advice: Advice) -> str:
 
 def passes_of(request: Request, choice: Choice) -> PassCosts:
     """The times of the choice's passes, as ``vocabpar schedule --costs`` reads them."""
+    factor = request.factors(choice.use)[0]
     if choice.method == STOCK:
-        return request.costs(BASELINE)
-    return costs_of(request, choice.method, choice.layers)
+        return request.costs(factor)
+    return costs_of(request, choice.layers, factor)
 
 
 def _choice_json(choice: Choice, request: Request) -> dict[str, Any]:

@@ -5,7 +5,7 @@ that training reaches, each with the published run that it is from; on other GPU
 Measured costs replace all estimates.
 
 A pass takes its time alone, with its exchange between experts; ``hidden_ms`` is what F and B hide of each
-other when they run as a pair.
+other when they run as a pair. What runs beside layers makes them longer by a factor, see ``price.py``.
 
 Source: the published passes (``lab/paper/data/measured_passes.csv``); Table 3 for smaller shards.
 Next: ``memory.py``.
@@ -24,7 +24,7 @@ from megatron_vocabpar.plan.links import context_ms, exchange_ms, gradients_ms, 
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.flops import product_flops
-from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, NAIVE, VOCAB_1, VOCAB_2
+from megatron_vocabpar.schedule.words.methods import INTERLACED, NAIVE, VOCAB_1, VOCAB_2
 
 _HALF, _GRADIENT = 2, 4  # bytes of an element
 _HOST_MEMORY_GB_S = (
@@ -36,9 +36,6 @@ _SHARD_REACHES: Mapping[str, tuple[tuple[float, float], ...]] = {
     VOCAB_2: ((0, 1.0), (3, 0.8672), (4, 0.7984), (5, 0.7593)),
 }
 _INTERLACED_GAINS = 1.03  # over vocab-1: nothing is rescaled; published passes
-# How much longer a rank's layers take with collectives of the vocabulary layers beside them; published passes
-# of ranks 1 to 6 over the baseline's in the same setting, 1.05 to 1.08 and 1.01 to 1.04.
-_BESIDE = {NAIVE: 1.066, VOCAB_1: 1.066, VOCAB_2: 1.066, INTERLACED: 1.028}
 _NAIVE_S2 = 0.1  # of S: exponentials and their sum
 # Bytes that the input layer moves for an element of the embedded tokens (first) and of the weight (second).
 _IF_BYTES, _IB_BYTES = 146.0, (97.0, 10.2)
@@ -91,8 +88,8 @@ class Layer:
         return _HIDDEN * sum(min(self.exchange, ms) for ms in computing)
 
 
-def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = BASELINE) -> Layer:
-    """The mean layer's times, while a method's collectives run beside its passes.
+def layer_ms(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) -> Layer:
+    """The mean layer's times, if its computation takes ``factor`` times as long as ``Rates`` says.
 
     Raises:
         ValueError: if products are in 8 bits and the GPU has none; the message has a remedy.
@@ -102,7 +99,7 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = BASELINE)
             f"{hardware.name} has no products in 8 bits; leave out --fp8, or choose another --hardware"
         )
     rates, tokens = hardware.rates, model.seq_length * job.micro_batch / job.c
-    each = tokens / job.t * _BESIDE.get(method, 1.0) / 1e9  # times operations of a token, over 10^12 a second
+    each = tokens / job.t * factor / 1e9  # times operations of a token, over 10^12 a second
     half = each / (hardware.tflops * rates.layers)
     if job.fp8:
         rate, expert_rate = hardware.fp8_tflops * rates.fp8_layers, hardware.fp8_tflops * rates.fp8_experts
@@ -122,11 +119,11 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, method: str = BASELINE)
     return Layer(products, experts, attention, tensor, context, exchange, repeated)
 
 
-def estimated_costs(model: Model, job: Job, hardware: Hardware, method: str) -> PassCosts:
-    """The times of a rank's passes with a method, for layers that are spread evenly."""
+def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) -> PassCosts:
+    """The times of a rank's passes, for layers that are spread evenly; ``factor`` as in ``layer_ms``."""
     p, t, tokens = job.p, job.t, model.seq_length * job.micro_batch / job.c
     share = model.layers / p  # layers of a rank
-    layer = layer_ms(model, job, hardware, method)
+    layer = layer_ms(model, job, hardware, factor)
     heads = 1 + model.mtp_depths
     # One product of the whole output layer.
     output = heads * model.output_flops * tokens / (hardware.tflops * 1e9 * hardware.rates.output * t)

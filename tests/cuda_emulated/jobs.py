@@ -14,7 +14,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,8 +105,7 @@ def run(
     text.write_text(TEXT)
     job = replace(config, text=str(text), output=str(folder))
     path = folder / config.method / CONFIG_FILE
-    with ExitStack() as held:
-        open_job(job, lambda _: None, held)
+    open_job(job, lambda _: None)
     told = {
         "WORLD_SIZE": str(config.world_size),
         "MASTER_ADDR": "127.0.0.1",

@@ -135,7 +135,7 @@ def test_one_after_the_other_where_nothing_is_to_be_hidden(family: str) -> None:
 
 def test_a_padding_mask_is_refused() -> None:
     with pytest.raises(ValueError, match=r"padding_mask .* hide from the routers; leave it out"):
-        ChunkPlan(None, (), {"padding_mask": object()}, leaves_weight_gradients=False)
+        ChunkPlan(None, (), {"padding_mask": object()}, leaves_weight_gradients=False, ended=lambda *_: None)
 
 
 def losses_of_one_model(_: int, case: Case) -> tuple[float, float, float]:
@@ -145,7 +145,9 @@ def losses_of_one_model(_: int, case: Case) -> tuple[float, float, float]:
         fields = batch(case, 0, 0, 0)
         arguments = fields["tokens"], fields["position_ids"], fields["attention_mask"]
         labels = {"labels": fields["labels"]}
-        ours = ChunkPlan(model, arguments, labels, leaves_weight_gradients=False).forward()
+        ours = ChunkPlan(
+            model, arguments, labels, leaves_weight_gradients=False, ended=lambda *_: None
+        ).forward()
         plan = model.build_schedule_plan(*arguments, **labels)
         outputs = model(*arguments, **labels), type(plan).run(plan, None), ours
     return tuple(float(output.mean()) for output in outputs)
@@ -178,7 +180,13 @@ def layers_in_4_bits(_: int, case: Case) -> list[int]:
         arguments = fields["tokens"], fields["position_ids"], fields["attention_mask"]
         model.config.fp4 = "e2m1"
         with mock.patch.object(module, "get_fp4_context", context):
-            plan = ChunkPlan(model, arguments, {"labels": fields["labels"]}, leaves_weight_gradients=False)
+            plan = ChunkPlan(
+                model,
+                arguments,
+                {"labels": fields["labels"]},
+                leaves_weight_gradients=False,
+                ended=lambda *_: None,
+            )
             plan.forward()
     return asked
 

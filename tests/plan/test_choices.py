@@ -39,7 +39,7 @@ def request(name: str, layers: int, limit_gib: float, p: int = 4, m: int = 40) -
 
 @cache
 def simulated_ms(model: Model, job: Job, method: str, family: str) -> float:
-    costs = estimated_costs(model, job, H200, method)
+    costs = estimated_costs(model, job, H200)
     return simulate(make_plan(method, job.p, job.m, family=family, costs=costs)).iteration_ms
 
 
@@ -180,10 +180,10 @@ def test_pairs_are_compared_where_an_exchange_can_be_hidden() -> None:
 
 
 def test_measured_pairs_count_where_megatron_can_run_them() -> None:
-    measured = replace(EXPERTS.costs("vocab-2"), hidden_ms=1.0)
+    measured = replace(EXPERTS.costs(), hidden_ms=1.0)
     asked = replace(EXPERTS, measured=measured)
-    assert asked.costs("vocab-2") == measured
-    assert not replace(asked, job=replace(asked.job, e=1)).costs("vocab-2").hides
+    assert asked.costs() == measured
+    assert not replace(asked, job=replace(asked.job, e=1)).costs().hides
 
 
 def test_the_estimate_of_pairs_is_about_what_the_whole_schedule_takes() -> None:
@@ -202,11 +202,11 @@ def test_pairs_hide_what_v_zb_waits_for() -> None:
 
 def test_uneven_layers_hide_in_proportion() -> None:
     uneven = replace(EXPERTS, model=replace(EXPERTS.model, layers=18))
-    costs, family = uneven.costs("vocab-2"), families()["dualpipev"]
+    costs, family = uneven.costs(), families()["dualpipev"]
     layers = layer_counts(uneven, method_named("vocab-2"), family)[0]
     assert layers == (2, 2, 3, 3, 2, 2, 2, 2)
     frame = PlanRequest(method="vocab-2", p=4, m=8, family=family).frame()
-    times = PassTimes.of(costs_of(uneven, "vocab-2", layers), frame, splits_w=True)
+    times = PassTimes.of(costs_of(uneven, layers), frame, splits_w=True)
     layer = costs.hidden_ms * 4 / 18  # type: ignore[operator]
     assert times.hidden[3, 3] == pytest.approx(3 * layer)
     assert times.hidden[3, 4] == times.hidden[4, 3] == pytest.approx(2 * layer)
@@ -216,7 +216,7 @@ def test_uneven_layers_hide_in_proportion() -> None:
 def test_the_rank_of_a_whole_output_layer_and_its_heads_gets_fewer_layers() -> None:
     """In a V it is the first rank; no rank is longer than the mean by more than a layer."""
     asked = replace(EXPERTS, model=replace(EXPERTS.model, layers=19, mtp_depths=1))
-    costs = asked.costs("baseline")
+    costs = asked.costs()
     layer = (costs.F_ms + costs.B_ms + costs.W_ms) * 4 / 19  # type: ignore[operator]
     ends = (costs.last_stage_extra, costs.last_rank_extra, costs.first_rank_extra)
     whole = sum(sum(extra.values()) for extra in ends)

@@ -74,16 +74,16 @@ def test_a_pair_hides_most_of_the_exchange_of_both_its_passes() -> None:
     forward, backward = slow.forward - slow.exchange, slow.backward - slow.exchange
     assert max(forward, backward) < slow.exchange
     assert slow.hidden == pytest.approx(0.93 * (forward + backward))
-    costs = estimated_costs(model, Job(p=4, d=32, e=8), gpu, "vocab-2")
+    costs = estimated_costs(model, Job(p=4, d=32, e=8), gpu)
     assert costs.hidden_ms == pytest.approx(within.hidden * 61 / 4)
 
 
 @pytest.mark.parametrize("changes", [{"e": 1}, {"recompute": "full"}])
 def test_no_pairs_where_megatron_has_none(changes: dict[str, Any]) -> None:
     model, job = model_preset("qwen3-30b-a3b"), Job(p=4, d=8, e=8)
-    assert estimated_costs(model, job, H100, "vocab-2").hides
-    assert not estimated_costs(model, replace(job, **changes), H100, "vocab-2").hides
-    assert not estimated_costs(replace(model, mtp_depths=2), job, H100, "vocab-2").hides
+    assert estimated_costs(model, job, H100).hides
+    assert not estimated_costs(model, replace(job, **changes), H100).hides
+    assert not estimated_costs(replace(model, mtp_depths=2), job, H100).hides
 
 
 def test_tensor_parallelism_around_experts_is_attentions_alone() -> None:
@@ -116,7 +116,7 @@ def test_gradients_are_reduced_beside_passes_if_they_are_long_enough() -> None:
     assert scattered == pytest.approx(2 * gathered) == pytest.approx(gather_ms(4e9, Group(8, 1), H100))
     both, nothing = gradients_ms(1e9, 0.0, replace(job, distributed_optimizer=False), H100)
     assert (both, nothing) == (2 * scattered, 0.0)
-    costs = estimated_costs(model_preset("llama-3.1-8b"), job, H100, "baseline")
+    costs = estimated_costs(model_preset("llama-3.1-8b"), job, H100)
     step = step_ms(1e9 / 8, H100)
     assert after_ms(1e9, 0.0, 1e9 / 8, job, H100, costs) == pytest.approx(step)
     apart = after_ms(1e9, 0.0, 1e9 / 8, replace(job, overlap=False), H100, costs)

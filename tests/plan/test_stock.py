@@ -94,7 +94,7 @@ def test_overlap_has_layouts_where_megatron_has_it() -> None:
     model = replace(model_preset("qwen3-30b-a3b"), layers=12)
 
     def overlapping(job: Job, **changes: int) -> list[Layout]:
-        costs = estimated_costs(replace(model, **changes), job, H100, "baseline")  # type: ignore[arg-type]
+        costs = estimated_costs(replace(model, **changes), job, H100)  # type: ignore[arg-type]
         return [one for one in layouts(12, job.p, costs) if one.overlaps]
 
     several = overlapping(Job(p=4, d=8, e=8))
@@ -155,14 +155,14 @@ def test_layers_move_away_from_the_output_layer() -> None:
 
 def test_megatron_counts_the_loss_as_a_layer_where_that_comes_out_even() -> None:
     model = replace(model_preset("llama-3.1-8b"), layers=31)
-    costs = estimated_costs(model, Job(p=4), H100, "baseline")
+    costs = estimated_costs(model, Job(p=4), H100)
     counted = [one for one in layouts(31, 4, costs) if "--account-for-loss-in-pipeline-split" in one.flags]
     assert [one.chunks for one in counted] == [1, 2, 4]
     assert counted[0].layers == (8, 8, 8, 7)
 
 
 def test_stages_have_the_work_of_their_layers_and_the_vocabularys() -> None:
-    costs = estimated_costs(model_preset("llama-3.1-8b"), Job(p=4), H100, "baseline")
+    costs = estimated_costs(model_preset("llama-3.1-8b"), Job(p=4), H100)
     stages = stages_of(Layout("", 1, (9, 9, 9, 5), ()), 4, costs)
     layer = float(costs.F_ms) / 8  # type: ignore[arg-type]
     assert stages.forward[1] == pytest.approx(9 * layer)

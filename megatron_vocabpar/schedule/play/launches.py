@@ -80,6 +80,14 @@ def launch_late(
     return best
 
 
+def launch_when_ready(
+    schedule: Schedule, program: Program, times: PassTimes, layers: Sequence[int]
+) -> tuple[Program, Late]:
+    """The first candidate of ``launch_late``, in a tenth of its time: for a planner's many schedules."""
+    played = run_events(schedule, padded(times), program)
+    return insert(played, sorted(communications(played)), layers)
+
+
 def _in_best_moments(
     played: Events, order: Iterable[Communication], times: PassTimes, layers: Sequence[int]
 ) -> list[Communication]:

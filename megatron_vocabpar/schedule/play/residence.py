@@ -14,11 +14,11 @@ Next: ``simulate.py``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.memory import Interval
-from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType, PassType
 
 QUEUES: tuple[frozenset[CommType], ...] = (COLLECTIVES,)
 """Types of communication that share a queue, by default the collectives of both vocabulary layers."""
@@ -38,6 +38,30 @@ def resident_beside_layers(
     return tuple(shared(resident(events, rank, queues), layers(events, rank)) for rank in ranks)
 
 
+def transferring_beside_layers(
+    events: Events, queues: Sequence[Collection[CommType]] = QUEUES
+) -> tuple[float, ...]:
+    """For each rank, how many of its collectives transfer a large message, on average over its layers' time.
+
+    Large are those with a microbatch's hidden states or their gradient: C0, CI, CIB and what B waits for.
+    """
+    schedule = events.numbering.schedule
+    if not schedule.method.vocabulary_parallel:
+        return (0.0,) * schedule.p
+    gradient = schedule.method.waits_for[PassType.B][0]  # CG, which may follow, is small
+    large = {CommType.C0, CommType.CI, CommType.CIB}
+    large |= {gradient} if isinstance(gradient, CommType) else set()
+
+    def transfers(rank: int, types: Collection[CommType]) -> list[Interval]:
+        numbers = _numbers(events, rank, large.intersection(types))
+        return sorted((events.starts[k], events.ends[k]) for k in numbers)
+
+    return tuple(
+        shared([transfers(rank, types) for types in queues], layers(events, rank))
+        for rank in range(schedule.p)
+    )
+
+
 def busy_share(events: Events) -> tuple[float, ...]:
     """For each rank, the share of the iteration in which it runs passes."""
     schedule, number, whole = events.numbering.schedule, events.numbering.number, max(events.ends)
@@ -52,22 +76,21 @@ def resident(
     found = []
     for types in queues:
         held: list[Interval] = []
-        for end, launch in sorted(_parts(events, rank, types)):
+        numbers = _numbers(events, rank, types)
+        for end, launch in sorted((events.ends[k], events.launches[k]) for k in numbers):
             held.append((max(launch, held[-1][1] if held else 0.0), end))
         found.append(held)
     return found
 
 
-def _parts(events: Events, rank: int, types: Collection[CommType]) -> Iterable[Interval]:
-    """End and launch of each part in a collective, and of each receive, of a rank."""
+def _numbers(events: Events, rank: int, types: Collection[CommType]) -> Iterator[int]:
+    """The parts in collectives, and the receives, that a rank launched."""
     numbering, schedule = events.numbering, events.numbering.schedule
     here = [stage for stage in range(numbering.width) if schedule.placement.rank_of(stage) == rank]
     for type_ in types:
         for stage in [rank] if type_ in COLLECTIVES else here:
             first = (numbering.first_node[type_] + stage) * schedule.m
-            for number in range(first, first + schedule.m):
-                if events.launches[number] >= 0.0:
-                    yield events.ends[number], events.launches[number]
+            yield from (k for k in range(first, first + schedule.m) if events.launches[k] >= 0.0)
 
 
 def layers(events: Events, rank: int) -> list[Interval]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from itertools import product
 from math import fsum
@@ -109,6 +109,16 @@ class PassCosts:
     stage_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     PAPER_SIZES: ClassVar = (8, 16, 32)
+
+    def with_layers(self, factor: float) -> PassCosts:
+        """These costs with F, B and W of layers ``factor`` times as long."""
+        if factor == 1.0:
+            return self
+
+        def longer(time: PerRank) -> PerRank:
+            return tuple(factor * ms for ms in time) if isinstance(time, tuple) else factor * time
+
+        return replace(self, F_ms=longer(self.F_ms), B_ms=longer(self.B_ms), W_ms=longer(self.W_ms))
 
     @property
     def hides(self) -> bool:

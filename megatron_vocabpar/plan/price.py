@@ -1,0 +1,102 @@
+"""What a rank's layers take beside everything else: alone, on a busy GPU, with collectives beside them.
+
+    time of layers = alone x (1 + busy x slope) x (1 + resident x channels / multiprocessors)
+
+A GPU that is busy most of the time takes longer for the same layers than one that idles (its clocks are
+lower), whatever the schedule. What our collectives take beyond that has two *readings* that fit the published
+passes about as well:
+
+- ``waiting``: a kernel that waits for other ranks holds ``channels`` multiprocessors. ``resident`` is how
+  many such kernels there are on average beside layers. With 0.8 of them, 5.2 channels and 108
+  multiprocessors layers take 3.9 % longer.
+- ``transfers``: kernels cost nothing while they wait, and ``transfers`` ms of layers for each ms in which a
+  large message moves. In place of the last factor stands 1 + transferring x transfers.
+
+Only a GPU says which one holds; until one has, plans are priced by both. Shares are means over ranks: within
+a row of the published passes ranks differ by 2 % for other reasons, so a rank's own share says little.
+
+Source: ``data/price.json``, fitted by ``lab/paper/price.py`` to the published passes.
+Next: ``times.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from statistics import fmean
+from typing import Any
+
+from megatron_vocabpar.schedule.play.events import Events
+from megatron_vocabpar.schedule.play.residence import (
+    busy_share,
+    resident_beside_layers,
+    transferring_beside_layers,
+)
+
+READINGS = ("waiting", "transfers")
+
+
+@dataclass(frozen=True)
+class Use:
+    """What else a GPU does while layers run, means over the ranks of a schedule.
+
+    Attributes:
+        busy: the share of the iteration in which a rank runs passes.
+        resident: collectives that are resident beside layers, on average.
+        transferring: collectives with large messages that transfer beside layers, on average.
+    """
+
+    busy: float = 1.0
+    resident: float = 0.0
+    transferring: float = 0.0
+
+    @staticmethod
+    def of(events: Events) -> Use:
+        """Those of a simulated schedule."""
+        return Use(
+            fmean(busy_share(events)),
+            fmean(resident_beside_layers(events)),
+            fmean(transferring_beside_layers(events)),
+        )
+
+
+@dataclass(frozen=True)
+class Price:
+    """One reading of what layers take.
+
+    Attributes:
+        slope: how much longer layers take on a GPU that is always busy than on one that idles.
+        channels: multiprocessors that a resident collective takes from layers.
+        transfers: ms of layers for each ms of a large transfer beside them.
+    """
+
+    slope: float
+    channels: float = 0.0
+    transfers: float = 0.0
+
+    def factor(self, use: Use, multiprocessors: int) -> float:
+        """The time of layers over their time alone."""
+        beside = use.resident * self.channels / multiprocessors + use.transferring * self.transfers
+        return (1.0 + use.busy * self.slope) * (1.0 + beside)
+
+
+@cache
+def readings() -> dict[str, Price]:
+    """The readings by name: ``waiting``, ``transfers``."""
+    names = ("slope", "channels", "transfers")
+    return {reading: Price(**{name: _data()[reading][name] for name in names}) for reading in READINGS}
+
+
+def gain_error() -> float:
+    """The planner's error where it says how much faster one schedule is than another, relative.
+
+    The error of a time is larger, but a model and its GPUs are the same on both sides of a gain.
+    """
+    return float(_data()["gain_error"]["value"])
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return json.loads((resources.files(__package__) / "data" / "price.json").read_text("utf-8"))
