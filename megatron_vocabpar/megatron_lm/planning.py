@@ -147,9 +147,7 @@ def _from_rank_0(
     if dist.get_rank() == 0:
         costs = None if config.costs is None else PassCosts.load(config.costs)
         name = training_name(config, args, get_model_config(model), costs, device)
-        costs = costs or first_costs(
-            args, config.methods[0] if config.family == AUTO else config.method, m, stages, device
-        )
+        costs = costs or first_costs(args, m, stages, device)
         folders = [Path(folder) for folder in (args.save, args.load) if folder]
         plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
         shared = [(costs, name, next(filter(None, plans), None))]
