@@ -138,7 +138,8 @@ gpu:
 	@if ls "$(CARRIED)"/*.whl > /dev/null 2>&1; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
 		--target "$(CARRIED)/unpacked" "$(CARRIED)"/*.whl || exit 1; fi; \
 	export PYTHONPATH="$(CURDIR):$(CARRIED)/unpacked$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	status=0; $(GPU_PYTHON) -m megatron_vocabpar doctor --gpu || status=$$?; \
+	mkdir -p lab/results; \
+	status=0; $(GPU_PYTHON) -m megatron_vocabpar doctor --gpu --costs lab/results/price.json || status=$$?; \
 	if [ $$status -eq 2 ]; then exit 2; fi; \
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
 	$(GPU_PYTHON) -m lab kernels --device cuda --save lab/results || status=1; \

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import pairwise, permutations
 from statistics import fmean
 
 import numpy as np
@@ -173,10 +173,12 @@ def between(rows: Sequence[MeasuredRow], vocab: int) -> list[MeasuredRow]:
 
 
 def gain_errors(predictions: Sequence[Priced]) -> list[float]:
-    """Errors of how much faster one method is than another, over all pairs with the same sizes."""
+    """Errors of how much faster a partitioned vocabulary is than a whole one, for equal sizes."""
     errors = []
-    for one, other in combinations(predictions, 2):
-        if (one.row.vocab, one.row.seq_length) == (other.row.vocab, other.row.seq_length):
-            predicted = one.iteration_ms / other.iteration_ms
-            errors.append(predicted / (one.row.iteration_ms / other.row.iteration_ms) - 1.0)
+    for ours, stock in permutations(predictions, 2):
+        partitioned = [METHODS[one.row.method].vocabulary_parallel for one in (ours, stock)]
+        sizes = [(one.row.vocab, one.row.seq_length) for one in (ours, stock)]
+        if partitioned == [True, False] and sizes[0] == sizes[1]:
+            predicted = stock.iteration_ms / ours.iteration_ms
+            errors.append(predicted / (stock.row.iteration_ms / ours.row.iteration_ms) - 1.0)
     return errors

@@ -21,7 +21,6 @@ class CsvRow:
         raise ValueError(f"{self.where}, column {column!r}: {self.cells[column]!r}; give {remedy}")
 
     def number(self, column: str) -> float:
-        """The cell as a number."""
         try:
             return float(self.cells[column])
         except ValueError:

@@ -80,7 +80,7 @@ def prices_text(fits: Sequence[Fit], predictions: Sequence[Sequence[Priced]]) ->
         compared = [one for one in runs if one.row.iteration_ms]
         lines.append(_errors("F + B", [one.error for one in compared]))
         if gains := gain_errors(compared):
-            lines.append(_errors("gain of one method over another", gains))
+            lines.append(_errors("gain over a whole vocabulary", gains))
         lines.append("")
     return "\n".join(lines[:-1])
 

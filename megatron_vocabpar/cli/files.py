@@ -16,7 +16,7 @@ FORMAT = click.option(
 
 
 def completing(names: Iterable[str]) -> Callable[..., list[str]]:
-    """For ``shell_complete``: what is typed, with each of ``names`` that its last part begins, in any case.
+    """For ``shell_complete``: completes the last part of what is typed to each of ``names``, in any case.
 
     Parts end at "," and ":", as in ``baseline,vocab-2`` and ``v-half:vocab-2``.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
 from megatron_vocabpar.plan.job import RECOMPUTE
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.price import Price, read_measured, readings
 from megatron_vocabpar.plan.read_arguments import (
     job_from_arguments,
     model_from_arguments,
@@ -52,7 +54,7 @@ _FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
 @click.option("--link-gb-s", type=float, help="GB/s of a GPU's link within a node, one direction.")
 @click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction.")
 @click.option("--gpus-per-node", type=int, help="GPUs that the link connects.")
-@click.option("--costs", "costs_file", metavar="FILE", help="Measured times of the passes, as JSON.")
+@click.option("--costs", "costs_file", metavar="FILE", help="Measured times of passes, or doctor's price.")
 @click.option("--gpus", type=int, help="Search how to spread the model over so many; sizes given stay.")
 @click.option("--sources", is_flag=True, help="Also say where each number about the GPU is from.")
 @click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8.")
@@ -109,9 +111,10 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
         found = search_plan(model, given, gpu, limit, options, notes)
         ctx.exit(0 if found else NOTHING_FITS)
     job = job_from_arguments(given, options)
-    costs = PassCosts.load(options["costs_file"]) if options["costs_file"] is not None else None
+    costs, prices = _measured(options["costs_file"])
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
-    advice = advise(Request(model, job, gpu, limit, costs), notes, workers=min(_WORKERS, os.cpu_count() or 1))
+    request = Request(model, job, gpu, limit, costs, prices)
+    advice = advise(request, notes, workers=min(_WORKERS, os.cpu_count() or 1))
     if options["html_file"] is not None:
         from megatron_vocabpar.plan.page import draw_page
 
@@ -123,6 +126,14 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
         print_advice(advice, Console(width=None if terminal else _FILE_COLUMNS, highlight=False))
     if advice.best is None:
         ctx.exit(NOTHING_FITS)
+
+
+def _measured(file: str | None) -> tuple[PassCosts | None, Mapping[str, Price]]:
+    """The passes' times in a cost file, and its price; a file of ``vocabpar doctor`` has the price alone."""
+    if file is None:
+        return None, readings()
+    price, costs = read_measured(file)
+    return costs, {"measured": price} if price else readings()
 
 
 def _check(options: dict[str, Any]) -> None:

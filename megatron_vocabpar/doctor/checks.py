@@ -37,6 +37,8 @@ def checks(
     add("versions", "surroundings:versions", 120)
     add("GPUs", "surroundings:gpus", 120)
     add("row kernels in use", "surroundings:row_kernels", 120)
+    add("products on a busy GPU", "price:busy_gpu", 180, folder=folder)
+    add("products beside a kernel that waits", "price:waiting_kernel", 180, folder=folder)
     for kernel in ("exponentials", "scale_rows", "scatter_add_rows"):
         for dtype in DTYPES:
             add(f"kernel {kernel}, {dtype}", f"kernels:{kernel}", 180, dtype=dtype)
@@ -52,6 +54,8 @@ def checks(
     add("a copy beside products", "overlap:copy_beside_products", 180)
     warm = "communicators"
     add(warm, "communicators:communicators", 240, processes=processes)
+    target = "price:waiting_collective"
+    add("products beside a collective that waits", target, 300, warm, processes=processes, folder=folder)
     for what in ("all-reduce", "all-to-all"):
         target = f"overlap:{what.replace('-', '_')}_beside_products"
         add(f"an {what} beside products", target, 240, warm, processes=processes)

@@ -36,7 +36,7 @@ class Times:
 
     @property
     def hidden(self) -> float:
-        """Part of the shorter of the two that the longer one hides: 1 at best, 0 for one after the other."""
+        """Share of the shorter work that the longer one hides: 1 at best, 0 if they run one by one."""
         saved = self.products_ms + self.side_ms - self.together_ms
         return saved / min(self.products_ms, self.side_ms)
 

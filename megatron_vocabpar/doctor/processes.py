@@ -48,7 +48,7 @@ def on_processes(body: Callable[..., Finding]) -> Callable[..., Finding]:
     """
 
     @wraps(body)
-    def check(device: str, processes: int, **sizes: int) -> Finding:
+    def check(device: str, processes: int, **sizes: int | str) -> Finding:
         if processes < 2:
             return Finding("not run", reason="it needs two GPUs, and there is one")
         with tempfile.TemporaryDirectory(prefix="vocabpar-doctor-") as name:

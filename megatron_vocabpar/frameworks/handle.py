@@ -226,7 +226,7 @@ for _name in _OPERATORS:
 
 
 def _divided(temperatures: Tensor, divisor: Tensor | float, tokens: tuple[int, ...]) -> Tensor:
-    """Temperatures times a number, or times one a token: [..., 1]."""
+    """Temperatures of logits that are divided: by one number, or by one for each token ([..., 1])."""
     divisor = torch.as_tensor(divisor, dtype=torch.float64, device=temperatures.device)
     if divisor.numel() == 1:
         return temperatures * _positive(float(divisor))
@@ -239,7 +239,7 @@ def _divided(temperatures: Tensor, divisor: Tensor | float, tokens: tuple[int, .
 
 
 def _one_temperature(temperatures: Tensor, labels: Tensor) -> float:
-    """The one temperature of all tokens with a label; padding may have another."""
+    """The temperature that all tokens with a label share; padding may have another."""
     everyone = temperatures.expand(labels.shape)
     labelled = everyone[labels >= 0].unique().tolist() or [float(everyone.max())]
     if len(labelled) > 1:

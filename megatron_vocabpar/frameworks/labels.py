@@ -1,4 +1,4 @@
-"""Labels of the tokens that a framework reads, which are those of its responses; all others become -1.
+"""Labels of the response tokens, which are all that a framework reads; other labels become -1.
 
 The model sees prompts, responses and padding. A token with the label -1, which is no id, takes no part in the
 output layer (``pipeline/microbatches.py``), and its numbers are NaN (``steps.py``).

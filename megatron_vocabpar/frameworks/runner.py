@@ -61,7 +61,7 @@ class StepRunner:
         return self._run(**compat.call_arguments(arguments), options=options)
 
     def capture_order(self, num_microbatches: int) -> list[int]:
-        """As that of ``ForwardBackward``.
+        """The order in which layers are captured, as ``ForwardBackward.capture_order``.
 
         Raises:
             ValueError: before the first iteration, or as there.
@@ -70,7 +70,8 @@ class StepRunner:
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
         check_door()
-        config, groups = self._config, vocab_groups()
+        config = self._config
+        groups = vocab_groups(channels=config.options.channels)
         request, _ = plan_request(config, groups.pipeline, m, chunks, None)
         return ForwardBackward(
             request.method_name,

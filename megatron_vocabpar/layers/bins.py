@@ -48,7 +48,7 @@ class TopLogprobs:
             )
 
     def within(self, vocab_size: int) -> TopLogprobs:
-        """Without the ids that are not in [0, vocab_size): what they have is the others'."""
+        """Drops ids outside [0, vocab_size): their probability counts as the rest's."""
         known = (self.ids >= 0) & (self.ids < vocab_size)
         return TopLogprobs(torch.where(known, self.logprobs, NOT_STORED), self.ids)
 
@@ -69,7 +69,7 @@ class TopLogprobs:
         return torch.cat([torch.where(counted, logs, 0), rest.clamp(min=REST).log()], -1).to(dtype)
 
     def bins_of(self, top: Tensor, rest: Tensor) -> Tensor:
-        """[..., k + 1] likewise, of another distribution's logs ``top`` [..., k] and ``rest`` [...]."""
+        """[..., k + 1] the same of another distribution with logs ``top`` [..., k] and ``rest`` [...]."""
         floor = torch.where(rest > log(REST), rest, log(REST))
         return torch.cat([torch.where(self.counted, top, 0), floor.unsqueeze(-1)], -1)
 
@@ -99,7 +99,7 @@ class BinSlopes(NamedTuple):
 
     @classmethod
     def of(cls, grad_top: Tensor, grad_rest: Tensor, log_rest: Tensor) -> BinSlopes:
-        """From gradients [n, k] and [n] by the bins, and log R [n]. Ids of -1 must have no gradient."""
+        """The slopes for gradients by the bins [n, k] and the rest [n]; those of ids -1 must be 0."""
         together = grad_top.sum(1) + grad_rest
         # Where the rest has no gradient it may be empty.
         others = torch.where(grad_rest == 0, 0, grad_rest * (-log_rest).exp()) - together
@@ -120,7 +120,7 @@ class BinSlopes(NamedTuple):
 
 
 def _own_columns(ids: Tensor, shard: VocabRange) -> tuple[Tensor, Tensor]:
-    """Of ids [n, k]: this shard's columns, 0 for others, and whether they are this shard's."""
+    """[n, k] the column of each id in this shard, 0 for ids of others; and whether it is this shard's."""
     own = (ids >= shard.start) & (ids < shard.start + shard.valid_rows)
     return torch.where(own, ids - shard.start, 0), own
 

@@ -43,7 +43,7 @@ class Divergence:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of the sums that a divergence consists of: one, or one for each side."""
+        """The weights of the sums that make up the divergence: one, or one for each side."""
         return (1.0,) if self.mixture is None else (self.mixture, 1 - self.mixture)
 
     def value(self, sums: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Divergence:
     def slopes(
         self, log_p: Tensor, log_q: Tensor, sums: Tensor, of: tuple[bool, bool]
     ) -> list[Tensor | None]:
-        """Gradients [c, P] of the divergence by the logits of p and of q, those asked for. Overwrites both.
+        """The gradients [c, P] by the logits of p and of q, whichever are asked for. Overwrites both inputs.
 
         Args:
             log_p, log_q: [c, P] of this shard's ids.

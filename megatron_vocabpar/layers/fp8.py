@@ -152,7 +152,7 @@ class Fp8Weight:
 
     @staticmethod
     def of(weight: Tensor, shard: VocabRange, recipe: Fp8Recipe = ROW) -> Fp8Weight:
-        """Round [P, H], whose padding is not read.
+        """Round a weight [P, H]; its padding is not read.
 
         Raises:
             ValueError: if P or H is not a multiple of the recipe's, or the weight is fp64.

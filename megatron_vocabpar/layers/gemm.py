@@ -52,7 +52,7 @@ def exact() -> Iterator[None]:
 
 
 def largest_size(values: Tensor) -> Tensor:
-    """The largest absolute value, one element; 0 without values."""
+    """The largest absolute value, a tensor of one element; 0 if ``values`` is empty."""
     return values.abs().amax() if values.numel() else values.new_zeros(())
 
 

@@ -77,7 +77,7 @@ def _exponent(values: Tensor, dim: int) -> Tensor:
 
 
 def _slices(values: Tensor, bits: int, count: int) -> Iterator[Tensor]:
-    """Cut numbers below 1 into whole ones of so many bits: the nearest, then the remainder's, and so on."""
+    """Cut numbers below 1 into integers of ``bits`` bits: the nearest, then the remainder's, and so on."""
     for _ in range(count):
         values = values * 2.0**bits
         whole = values.round()

@@ -18,7 +18,7 @@ from megatron_vocabpar.layers.partition import VocabRange
 
 @dataclass(frozen=True, slots=True)
 class StoredExponentials:
-    """One shard of a microbatch, as S has left it.
+    """The exponentials that S stored for one microbatch on one shard.
 
     Attributes:
         e: [n, P] in the operands' dtype, 0 for the target and padding.

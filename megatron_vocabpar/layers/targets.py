@@ -34,7 +34,7 @@ class OwnedTargets:
     by_row: Tensor
 
     def to(self, device: torch.device) -> OwnedTargets:
-        """The same on another device, by one copy."""
+        """A copy on another device, made by one transfer."""
         together = torch.stack((self.tokens, self.rows, self.by_token, self.by_row))
         return OwnedTargets(*together.to(device, non_blocking=True).unbind())
 

@@ -47,7 +47,7 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class OverGroup:
-    """One shard on each rank of a process group; every rank makes the same calls in the same order."""
+    """A process group with one shard on each rank; all ranks make the same calls in one order."""
 
     group: dist.ProcessGroup
 

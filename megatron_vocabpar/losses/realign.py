@@ -83,7 +83,7 @@ def _move(
 
 
 def _without(source: VocabRange, home: VocabRange) -> range:
-    """The rows of ``source`` that ``home`` lacks, at one of its ends."""
+    """The rows of ``source`` that are not in ``home``; they lie at one of its ends."""
     if source.start < home.start:
         return range(source.start, min(source.stop, home.start))
     return range(min(max(source.start, home.stop), source.stop), source.stop)

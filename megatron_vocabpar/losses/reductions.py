@@ -116,7 +116,7 @@ def mean_of_counted(per_item: Masked) -> Tensor:
 
 
 def by_group(per_sentence: Masked, group_of_sentence: Tensor, groups: int) -> Masked:
-    """Sums and counts of groups of sentences (such as the samples of one prompt): [groups] each."""
+    """The sum and the count of each group of sentences, such as the samples of one prompt: [groups] each."""
     zeros = per_sentence.total.new_zeros(groups)
     return Masked(
         zeros.index_add(0, group_of_sentence, per_sentence.total),

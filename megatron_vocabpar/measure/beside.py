@@ -12,7 +12,7 @@ NOTABLE = 0.1
 
 
 class OtherWork:
-    """Counts from its creation on the processor time of all programs but this one and its children.
+    """Counts the processor time that other programs take from its creation on.
 
     Children count as this program's once they have ended and been waited for.
     """

@@ -142,7 +142,7 @@ def _run_rank(
     rank: int,
     record: ProgressRecord,
 ) -> list[list[list[Span]]]:
-    """For each plan, what this rank did with all costs zero, and in each iteration."""
+    """For each plan, this rank's spans with all costs zero, then those of each iteration."""
 
     @contextmanager
     def observe(instruction: Instruction) -> Iterator[None]:

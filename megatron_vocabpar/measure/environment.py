@@ -30,7 +30,7 @@ _DRIVER_TIMEOUT_S = 20
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Facts by name, of which a measurement depends; packages that are not installed are left out."""
+    """By name, the facts that a measurement depends on; packages that are not installed are left out."""
     facts = {
         "device": platform.processor() or "CPU",
         "date": date.today().isoformat(),

@@ -50,7 +50,7 @@ class InputLayer:
         return {"IF": self._forward, "IB": backward}
 
     def whole_passes(self) -> dict[str, Contender]:
-        """IF and IB of the whole vocabulary on one rank."""
+        """IF and IB as one rank that has the whole vocabulary runs them."""
         tokens, everything = self.tokens, self.everything
         return {
             "IF": lambda i: embedding_forward(tokens[i], self.full, everything),

@@ -25,7 +25,7 @@ Parameters = tuple[str, ...]
 
 
 def versions(since: str, until: str = VERSIONS[-1]) -> tuple[str, ...]:
-    """The versions from one to another."""
+    """The known versions from ``since`` to ``until``, both included."""
     return VERSIONS[VERSIONS.index(since) : VERSIONS.index(until) + 1]
 
 
@@ -56,7 +56,7 @@ class Binding:
         return tuple((module, alias or self.name) for module, _, alias in pairs)
 
     def is_in(self, version: str) -> bool:
-        """Whether a version has it; one that nobody has read counts as the newest."""
+        """Whether a version has this name; an unknown version counts as the newest."""
         return (
             version in versions(self.since, self.until) if version in VERSIONS else self.until == VERSIONS[-1]
         )
@@ -190,6 +190,12 @@ BINDINGS = (
         (),
         "compares a teacher with those logits; the pipeline has computed the divergence",
         since="0.19",
+    ),
+    Binding(
+        "megatron.core.distributed.distributed_data_parallel",
+        "DistributedDataParallel.__init__",
+        (),
+        "has buckets of gradients on the first pipeline rank alone; with W split off all ranks need them",
     ),
     Binding(
         _TRAINING,
@@ -345,12 +351,7 @@ def recognise(signature_of: Callable[[str, str], Parameters | None], package: st
 
 
 def _news(key: tuple[str, str], signature: Parameters) -> str:
-    """A function with those of its parameters that no row has, or with all if they are in another order."""
+    """Names a changed function and its new parameters, or all of them if only their order is new."""
     known = {parameter for parameters in SIGNATURES[key].values() for parameter in parameters}
     new = [parameter for parameter in signature if parameter not in known]
     return f"{'.'.join(key)} with {', '.join(new or signature)}"
-
-
-def find_version(signature_of: Callable[[str, str], Parameters | None], package: str = "megatron") -> str:
-    """The name of ``recognise``."""
-    return recognise(signature_of, package).version

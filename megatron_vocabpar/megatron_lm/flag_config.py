@@ -92,7 +92,6 @@ class FlagConfig:
 
     @property
     def partitions_vocabulary(self) -> bool:
-        """Whether the vocabulary layers are partitioned."""
         return method_named(self.method).vocabulary_parallel
 
     @property

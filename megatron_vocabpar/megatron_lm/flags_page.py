@@ -44,7 +44,7 @@ def _shown(text: str) -> str:
 
 
 def _against(flag: Flag, rule: Apart) -> Iterator[str]:
-    """What a row forbids beside a flag; of methods, those that partition the vocabulary layers."""
+    """What a row forbids beside a flag: other flags, and methods that partition the vocabulary layers."""
     ruled = flag.field in rule.options
     if ruled and rule.where is not None:
         for name, method in METHODS.items():

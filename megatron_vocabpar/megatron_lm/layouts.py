@@ -60,7 +60,7 @@ def has_separate_heads(args: Any) -> bool:
 
 
 def evened_out(args: Any) -> str | None:
-    """The layout with as many layers on every stage as can be, for one that leaves room for the vocabulary.
+    """The layout with its layers spread evenly, if it leaves room for the vocabulary layers.
 
     ``Ett|tttt|tttt|ttL`` has 12 layers on 4 stages and becomes ``Ettt|ttt|ttt|tttL``. A layer of multi-token
     prediction counts as a layer. Where layers do not divide, earlier stages have more.

@@ -91,7 +91,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
     device = next(chunks[0].parameters()).device
-    groups = vocab_groups(_patience(args))
+    groups = vocab_groups(_patience(args), config.options.channels)
     stages = layers_of_stages(chunks, groups, config.placement(groups.pipeline, len(chunks)))
     costs, name, kept = _from_rank_0(config, args, chunks[0], device, m, stages)
     model_config = get_model_config(chunks[0])

@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.buckets import wrapped_in_buckets
 from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
@@ -60,6 +61,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "StudentLogitsCapture.attach_hooks": capture_without_hooks,
         "LogitsSaverHooks.attach_hooks": save_without_hooks,
         "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
+        "DistributedDataParallel.__init__": wrapped_in_buckets,
         "training_log": _log_without_padding,
         "parse_args": _parse_with_our_flags,
         "validate_args": _check_first,
@@ -169,7 +171,7 @@ class ScheduleRunner:
         return reported
 
     def capture_order(self, num_microbatches: int) -> list[int]:
-        """As that of ``ForwardBackward``.
+        """The order in which layers are captured, as ``ForwardBackward.capture_order``.
 
         Raises:
             ValueError: before the first iteration, or as there.
@@ -188,7 +190,7 @@ def model_class(
     true_size: Callable[[int], tuple[int, int]] | None = None,
     compare: Callable[[], None] | None = None,
 ) -> type:
-    """A subclass of ``original`` whose stages are where the schedule has them.
+    """A subclass of ``original`` that places its stages as the schedule does.
 
     Args:
         true_size: returns the numbers of ``true_vocabulary``, the default.

@@ -65,7 +65,7 @@ def _taken(names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _functions(value: FunctionType | type) -> list[FunctionType]:
-    """A function, or those of a class."""
+    """A function by itself, or the methods of a class."""
     return [each for each in (value, *vars(value).values()) if isinstance(each, FunctionType)]
 
 

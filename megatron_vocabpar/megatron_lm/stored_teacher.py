@@ -106,7 +106,7 @@ class StoredTeacher:
         )
 
     def _with_both_parts(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
-        """The script's loss function of two parts whose values are true and whose gradient is the sum's."""
+        """The script's loss function, which adds two parts: each has its true value, the sum the gradient."""
 
         def loss(output: torch.Tensor, divergence: torch.Tensor, cross_entropy: torch.Tensor) -> Any:
             assert self._capture is not None

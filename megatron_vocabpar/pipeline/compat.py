@@ -153,7 +153,7 @@ def report_gradient(chunk: Any, parameter: torch.nn.Parameter) -> None:
 
 @contextmanager
 def without_hooks(chunk: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """In this context the hooks of a DDP ``chunk``, which look for a parameter's bucket, pass over these."""
+    """In this context the hooks of a DDP ``chunk`` find no bucket for these parameters, and skip them."""
     buckets = getattr(chunk, "param_to_bucket_group", None)
     if buckets is None:
         yield
@@ -167,7 +167,7 @@ def without_hooks(chunk: Any, parameters: Iterable[torch.nn.Parameter]) -> Itera
 
 
 def call_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A version's arguments of a forward-backward call without those that the newest does not have."""
+    """The arguments of a forward-backward call, without what only older Megatron versions pass."""
     return {name: value for name, value in arguments.items() if name != "grad_finalize_pgs"}
 
 

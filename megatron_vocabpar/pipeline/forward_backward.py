@@ -52,11 +52,12 @@ from megatron_vocabpar.schedule.words.passes import Instruction
 from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, Schedule
 
 
-def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
+def vocab_groups(timeout: timedelta | None = None, channels: int | None = None) -> VocabGroups:
     """The vocabulary group of this process, from megatron-core's parallel state; all ranks call it.
 
     Args:
         timeout: of its communicators, as in ``create_groups``.
+        channels: of its collectives, as there.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -65,7 +66,7 @@ def vocab_groups(timeout: timedelta | None = None) -> VocabGroups:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    return create_groups(coordinates, pipeline, tensor, timeout)
+    return create_groups(coordinates, pipeline, tensor, timeout, channels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class Microbatch:
         return sum(self.counts)
 
     def counted_in(self, part: int) -> torch.Tensor | None:
-        """Positions, within one part, of its rows that count; None if all count."""
+        """The positions of the rows that count, within one part; None if all count."""
         if self.counted is None:
             return None
         start = sum(self.counts[:part])

@@ -57,7 +57,7 @@ def options_of(record: Any) -> dict[str, Option]:
 
 
 def asked_for(record: Any, names: Iterable[str]) -> list[str]:
-    """The names, of these, whose field has another value than its default, or whose property is not empty."""
+    """The ``names`` whose field differs from its default, or whose property is not empty."""
     defaults = {each.name: each.default for each in fields(record)}
     return [name for name in names if getattr(record, name) != defaults.get(name, ())]
 
@@ -175,6 +175,13 @@ class VocabOptions:
         "In training, give the call's keep_top every token's k most likely ids and their log-probabilities.",
         flag=None,
         least=0,
+    )
+    channels: int | None = option(
+        None,
+        "The most channels of NCCL, each on one multiprocessor, of the vocabulary layers' collectives; by "
+        "default as many as NCCL chooses.",
+        page="Nothing without NCCL. [plan.md](plan.md#channels) says how many suffice.",
+        least=1,
     )
     independent_init: bool = option(
         False,

@@ -180,7 +180,7 @@ def _gradient_sync(
 ) -> GradientSync:
     config = call.config
     no_sync = _per_chunk(config.no_sync_func or contextlib.nullcontext, len(call.chunks))
-    # Megatron aligns stages because all but the first reduce in a bubble, which no family with W has.
+    # Megatron aligns stages as all but the first reduce in a bubble; with W there is none (``buckets.py``).
     aligned = config.grad_sync_func and not schedule.splits_w
     grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if aligned else []
     passes = schedule.ranks[rank.pipeline_rank]
@@ -196,7 +196,7 @@ def _gradient_sync(
 
 
 def _is_of(writer: Writer, pass_: Pass, placement: Placement) -> bool:
-    """Whether a pass is one of a writer's; passes of the vocabulary have a rank in the place of a stage."""
+    """Whether this pass is one of ``writer``'s; a vocabulary pass has a rank where others have a stage."""
     if pass_.type is not writer.type:
         return False
     return pass_.type is not PassType.W or placement.chunk_of(pass_.stage) == writer.chunk

@@ -43,7 +43,7 @@ class ModelCall:
         return _argument(self.args, self.kwargs, "attention_mask")
 
     def with_argument(self, name: str, value: torch.Tensor) -> ModelCall:
-        """The same call with another value for one of ``_POSITIONS``."""
+        """This call with one argument replaced; ``name`` is one of ``_POSITIONS``."""
         position = _POSITIONS[name]
         if len(self.args) <= position:
             return replace(self, kwargs={**self.kwargs, name: value})

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_vocabpar.plan.channels import CHANNEL_GB_S
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
-from megatron_vocabpar.plan.choices import choice_of, job_in
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.job import OVERLAP
 from megatron_vocabpar.plan.stock import written
@@ -36,10 +37,9 @@ def launch_line(request: Request, choice: Choice) -> str:
     # The tokenizer adds one id for the end of a document.
     data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
     training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
-    runs = job if choice.method == STOCK else job_in(job, family_named(choice.family))
     words = [
         *model_arguments(model),
-        *job_arguments(model, runs),
+        *job_arguments(model, job),
         *data,
         *training,
         *placing_flags(request, choice),
@@ -78,6 +78,16 @@ def _folded(words: Sequence[str], width: int = 96) -> str:
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word
     return " \\\n".join(lines)
+
+
+def channels(best: Choice) -> list[str]:
+    """A sentence on how few channels of NCCL suffice for our collectives, if that is known."""
+    if not best.channels:
+        return []
+    return [
+        f"Its collectives delay no pass with --vocab-parallel-channels {best.channels}, if a channel carries "
+        f"{CHANNEL_GB_S:g} GB/s, which is assumed"
+    ]
 
 
 def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[str]:
@@ -119,7 +129,7 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
     ]
     if faster:
         lines.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
-    return lines + redistribution(request, choices)
+    return lines + channels(best) + redistribution(request, choices)
 
 
 def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:

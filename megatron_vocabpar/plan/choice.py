@@ -79,6 +79,7 @@ class Choice:
         flags: for stock Megatron, the flags that place its layers.
         after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
         use: what runs beside layers.
+        channels: how many of NCCL suffice for our collectives; 0 where there are none, or nobody has asked.
     """
 
     method: str
@@ -93,6 +94,7 @@ class Choice:
     flags: tuple[str, ...] = ()
     after_ms: float = 0.0
     use: Use = field(default_factory=Use)
+    channels: int = 0
 
     @property
     def stock(self) -> bool:
@@ -137,7 +139,9 @@ def priced_ms(request: Request, length_ms: float, layers: float, use: Use) -> li
 
 
 def longest_after_ms(
-    job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts
+    job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts, w_chunks: int = 0
 ) -> float:
-    """The ms after the schedule, on the rank that takes longest."""
-    return max(after_ms(*held, held.updated(job), job, hardware, costs) for held in parameters)
+    """The ms after the schedule, on the rank that takes longest; ``w_chunks`` as in ``after_ms``."""
+    return max(
+        after_ms(*held, held.updated(job), job, hardware, costs, w_chunks=w_chunks) for held in parameters
+    )

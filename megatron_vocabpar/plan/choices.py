@@ -19,8 +19,8 @@ from functools import partial
 from itertools import islice, product
 from math import inf
 
+from megatron_vocabpar.plan.channels import allowed_ms, fewest_channels
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
-from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.price import Use
@@ -157,11 +157,12 @@ def _played(
     m = min(job.m, microbatches or request.few)
     costs = costs_of(request, layers)
     problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
-    work = job.m * max(_further_ms(problem, problem.pairs))  # most often this suffices, and it is quick
-    least_ms = work if work >= below_ms else problem.bound_ms() + (job.m - m) * work / job.m
-    mean_ms = job.m * sum(_further_ms(problem, problem.pairs)) / job.p
-    layers_share = _layers_share(problem)
-    least_ms = priced_ms(request, least_ms, layers_share, Use(mean_ms / least_ms))[0]
+    each, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
+    least_ms = job.m * max(each)  # most often this suffices, and it is quick
+    if least_ms < below_ms:
+        least_ms = problem.bound_ms() + (job.m - m) * max(each)
+        busy = Use(job.m * sum(each) / job.p / least_ms)
+        least_ms = priced_ms(request, least_ms, layers_share, busy)[0]
     if least_ms >= below_ms:
         return Choice(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
     played, *_ = problem.played(_PASSES)
@@ -218,16 +219,21 @@ def in_full(request: Request, choice: Choice) -> Choice:
     program, late = lower(schedule, costs), NONE_LATE
     if schedule.method.collectives:
         program, late = launch_late(schedule, program, problem.times, choice.layers)
-    use = Use.of(run_events(schedule, problem.times, program, late))
+    events = run_events(schedule, problem.times, program, late)
+    use, channels = Use.of(events), 0
+    if schedule.method.vocabulary_parallel:
+        allowed = allowed_ms(events, problem.times)
+        channels = fewest_channels(request.model, job, request.hardware, allowed)
     lengths_ms = []
     for factor in request.factors(use):
         times = PassTimes.of(costs_of(request, choice.layers, factor), schedule)
         lengths_ms.append(Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms)
-    return replace(_measured_out(request, schedule, family, choice.layers, lengths_ms, use), exact=True)
+    done = _measured_out(request, schedule, family, choice.layers, lengths_ms, use)
+    return replace(done, exact=True, channels=channels)
 
 
 def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> PassCosts:
-    """The request's costs with the layers of each stage, whose passes take ``factor`` times as long."""
+    """The request's costs with the layers of each stage."""
     costs = request.costs(factor)
     return costs if len(set(layers)) == 1 else replace(costs, layers_per_stage=layers)
 
@@ -250,7 +256,8 @@ def _measured_out(
     held = [Held(*pair) for pair in zip(peak_activations(schedule, weights), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
     parameters = parameters_of(model, job, schedule.method, placement, layers)
-    after = longest_after_ms(job_in(job, family), request.hardware, parameters, request.costs())
+    w_chunks = family.chunks if family.splits_w else 0
+    after = longest_after_ms(job, request.hardware, parameters, request.costs(), w_chunks)
     return Choice(
         schedule.method.name,
         family.name,
@@ -262,11 +269,6 @@ def _measured_out(
         after_ms=after,
         use=use,
     )
-
-
-def job_in(job: Job, family: Family) -> Job:
-    """The job as a family runs it: Transformer Engine cannot overlap reductions with W split off."""
-    return replace(job, overlap=job.overlap and not family.splits_w)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:

@@ -53,7 +53,7 @@ class Model(Decoder):
 
     @property
     def attention_flops(self) -> float:
-        """Operations of attention's scores and of their use: mean layer, forward, one token, no mask."""
+        """Operations of the mean layer's attention, forward, one token: scores and their use, no mask."""
         query, _, _, output = widths_of(self)
         seen = min(self.seq_length, 2 * self.window) if self.window else self.seq_length
         mean = (1.0 - self.windowed) * self.seq_length + self.windowed * seen

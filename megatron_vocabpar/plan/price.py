@@ -25,17 +25,21 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_vocabpar.schedule.data.schema import check, read_object, text_of
 from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.residence import (
     busy_share,
     resident_beside_layers,
     transferring_beside_layers,
 )
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 READINGS = ("waiting", "transfers")
+_NO_TIME = dict.fromkeys(("F_ms", "B_ms", "W_ms"), 0.0)  # what else a cost file must have
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,31 @@ class Price:
         """The time of layers over their time alone."""
         beside = use.resident * self.channels / multiprocessors + use.transferring * self.transfers
         return (1.0 + use.busy * self.slope) * (1.0 + beside)
+
+
+def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:
+    """The price and the passes' times in a cost file; that of ``vocabpar doctor --gpu`` has the price alone.
+
+    ``cost`` is what products lose for one multiprocessor that is held. Where nobody measured how many a
+    collective holds, they are as many as in the published runs, times that.
+
+    Raises:
+        ValueError: if the file cannot be read, or is malformed; the message names the file.
+    """
+    data = read_object(text_of(path, f"costs from {path}"), f"costs file {path}")
+    if set(data) != {"price"}:
+        costs = PassCosts.load(path)
+    else:
+        costs = None
+        try:
+            check({**_NO_TIME, **data}, "costs")
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    if "price" not in data:
+        return None, costs
+    entry = data["price"]
+    usual = readings()["waiting"].channels * entry.get("cost", 1.0)
+    return Price(float(entry["slope"]), channels=float(entry.get("channels", usual))), costs
 
 
 @cache

@@ -298,50 +298,38 @@ def _times(best: Mapping[tuple[object, ...], Found]) -> list[float]:
 
 
 def _whole(found: list[Found]) -> list[Found]:
-    """The list with what could be the fastest of ours or of Megatron's, by either reading, in full.
+    """The list with what could be the fastest of ours and of Megatron's simulated in full.
 
     For example, an estimate of 1,396 ms behind one of 1,388 ms is 1,362 ms in full, and the first 1,374 ms.
-    What then does not fit, or is estimated below the best and was not simulated, is left out.
+    The best by the other reading of ``price.py`` is simulated, too. What then does not fit, or is estimated
+    below the best and was not simulated, is left out.
     """
     checked: list[Found] = []
     for stock in (False, True):
-        side = [one for one in found if one.choice.stock is stock]
-        for key in (_ms, _other_ms):
-            side = list(_checked(sorted(side, key=key), key))
-        checked += side
+        least, done, alike = inf, 0, Counter[tuple[object, ...]]()
+        side = sorted((each for each in found if each.choice.stock == stock), key=_ms)
+        other = min(side, key=_other_ms, default=None)
+        for one in sorted(side, key=lambda one: one is not other):
+            enough = done >= LEAST_WHOLE and _ms(one) >= least
+            same = one.request.job, one.choice.method, one.choice.family
+            if enough:
+                checked.append(one)
+            elif done < _MOST_WHOLE and alike[same] < _ALIKE:
+                done, alike[same] = done + 1, alike[same] + 1
+                full = replace(one, choice=in_full(one.request, one.choice))
+                if full.choice.fits(full.request):
+                    least = min(least, _ms(full))
+                    checked.append(full)
     return checked
-
-
-def _checked(found: Sequence[Found], key: Callable[[Found], float]) -> Iterator[Found]:
-    least, done, alike = inf, 0, Counter[tuple[object, ...]]()
-    for one in found:
-        same = one.request.job, one.choice.method, one.choice.family
-        if not one.choice.exact:
-            if done >= LEAST_WHOLE and key(one) >= least:
-                yield one
-                continue
-            if done >= _MOST_WHOLE or alike[same] >= _ALIKE:
-                continue
-        full = one if one.choice.exact else replace(one, choice=in_full(one.request, one.choice))
-        done, alike[same] = done + 1, alike[same] + 1
-        if full.choice.fits(full.request):
-            least = min(least, key(full))
-            yield full
-
-
-def _best_of_kinds(found: list[Found]) -> list[Found]:
-    """The fastest of each kind, in order, and the fastest of ours and of Megatron's by the other reading."""
-    best: dict[tuple[object, ...], Found] = {}
-    for one in sorted(found, key=lambda one: (_ms(one), not one.choice.exact)):
-        best.setdefault(one.kind, one)
-    return sorted({id(one): one for one in (*best.values(), *_bests(found))}.values(), key=_ms)
-
-
-def _bests(found: Sequence[Found]) -> list[Found]:
-    """The fastest of ours and of Megatron's own, by each reading."""
-    sides = [[each for each in found if each.choice.stock is stock] for stock in (False, True)]
-    return [min(side, key=key) for side in sides if side for key in (_ms, _other_ms)]
 
 
 def _other_ms(found: Found) -> float:
     return found.choice.other_ms
+
+
+def _best_of_kinds(found: list[Found]) -> list[Found]:
+    """The fastest of each kind, in order; one that was simulated in full comes before one that was not."""
+    best: dict[tuple[object, ...], Found] = {}
+    for one in sorted(found, key=lambda one: (_ms(one), not one.choice.exact)):
+        best.setdefault(one.kind, one)
+    return list(best.values())

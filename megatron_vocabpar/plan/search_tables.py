@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vocabpar.plan.advice import launch_line
+from megatron_vocabpar.plan.advice import channels, launch_line
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.search import BEST, MOST, Found, Question
 from megatron_vocabpar.plan.tables import model_notes, sizes_of
@@ -82,6 +82,8 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
         console.print(Text(f"- {gain(found)}"))
     if judged := verdict_of(found):
         console.print(Text(f"- {judged}"))
+    for line in channels(best.choice):
+        console.print(Text(f"- {line}"))
     console.print(
         Text(f"- Times are estimates; --sources says where each number is from; {MOST} ways at most")
     )

@@ -13,7 +13,7 @@ from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_
 from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
-from megatron_vocabpar.schedule.words.methods import method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 
@@ -39,7 +39,7 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
 
 def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:
     """Megatron's own schedule with its layers placed so, played for a few microbatches or for all."""
-    model, job, baseline = request.model, request.job, method_named("baseline")
+    model, job, baseline = request.model, request.job, method_named(BASELINE)
     costs = request.costs()
     few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, few) if shorter else job.m

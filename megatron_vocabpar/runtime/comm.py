@@ -67,13 +67,17 @@ class VocabGroups:
 
 
 def create_groups(
-    coordinates: tuple[int, int, int], pipeline: int, tensor: int, timeout: timedelta | None = None
+    coordinates: tuple[int, int, int],
+    pipeline: int,
+    tensor: int,
+    timeout: timedelta | None = None,
+    channels: int | None = None,
 ) -> VocabGroups:
     """Create the communicators; every rank of the job calls this once.
 
     ``coordinates`` are this rank's (replica, stage, tensor rank); a replica is one data- and context-parallel
     index. A collective that peers have not joined after ``timeout`` ends the process; NCCL's default is 10
-    minutes.
+    minutes. With NCCL, the kernels of collectives have at most ``channels`` blocks.
     """
     everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(everyone, coordinates)
@@ -82,9 +86,12 @@ def create_groups(
     # Every rank makes the communicators of all replicas: new_group is a call of the whole job.
     for replica in sorted({replica for replica, _, _ in everyone}):
         ranks = [rank_at[replica, stage, t] for stage in range(pipeline) for t in range(tensor)]
+        limits = (channels, None, None)  # sends and receives have few channels anyway
         groups = [
-            dist.new_group(ranks, timeout, pg_options=communicator_options(timeout), group_desc=description)
-            for description in _DESCRIPTIONS
+            dist.new_group(
+                ranks, timeout, pg_options=communicator_options(timeout, limit), group_desc=description
+            )
+            for description, limit in zip(_DESCRIPTIONS, limits, strict=True)
         ]
         if replica == coordinates[0]:
             my_groups, my_ranks = groups, tuple(ranks)

@@ -250,6 +250,13 @@ def machine(device: torch.device) -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
+def multiprocessors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; on the CPU its cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return os.cpu_count() or 1
+
+
 def default_device(name: str, local_rank: int) -> torch.device:
     """The device of this process: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one."""
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
@@ -263,14 +270,25 @@ def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def communicator_options(timeout: timedelta | None) -> Any:
+def communicator_options(timeout: timedelta | None, channels: int | None = None) -> Any:
     """Options of ``new_group`` for a communicator beside the computation; None for other backends than NCCL.
 
-    NCCL sends and receives in streams of its own, which get high priority like the side streams.
+    NCCL sends and receives in streams of its own, which get high priority like the side streams. A kernel of
+    a collective has one block for each of its channels, ``channels`` at most.
+
+    Raises:
+        ValueError: if this build of torch cannot limit them.
     """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if channels is not None:
+        if not hasattr(getattr(options, "config", None), "max_ctas"):
+            raise ValueError(
+                f"{channels} channels: this build of torch passes no limit to NCCL; leave out "
+                "--vocab-parallel-channels, or set NCCL_MAX_CTAS, which limits all communicators"
+            )
+        options.config.max_ctas = channels
     if timeout is not None:
         options._timeout = timeout  # new_group warns where the two differ
     return options

@@ -46,7 +46,7 @@ def reference_method(methods: Sequence[str]) -> str:
 
 
 def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Difference]:
-    """Every method but the reference against it; a method that shares no step with it is left out."""
+    """Compares every other method with the reference, unless they share no step."""
     base = curves[reference]
     for method, curve in curves.items():
         shared = sorted(curve.keys() & base.keys())

@@ -145,7 +145,7 @@ class Record:
 
 
 def explain(logs: Path, world_size: int, exit_codes: Mapping[int, int], before: str = "") -> str:
-    """As ``blame``, then ``before``, lines on what was seen before a rank failed, and where the logs are."""
+    """The text of ``blame``; then ``before``, what was seen before a rank failed; then where the logs are."""
     return f"{blame(logs, world_size, exit_codes)}\n{before}the logs of the ranks are in {logs}"
 
 

@@ -70,7 +70,7 @@ class Summary:
 
 
 def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
-    """One row from the lines of a method's ``metrics.jsonl``, of which there is at least one."""
+    """One row from the lines of a method's ``metrics.jsonl``, at least one."""
     stages = len(records[-1]["peak_memory_mib"])  # a resume may have changed it
     peaks = zip(*(r["peak_memory_mib"] for r in records if len(r["peak_memory_mib"]) == stages), strict=True)
     evaluations = loss_curve(records, "eval_loss")

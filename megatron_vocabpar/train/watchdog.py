@@ -95,7 +95,7 @@ class Watchdog:
 
 
 def _places(schedule: Path) -> dict[str, int]:
-    """As ``places_in_step``, but each rank's last instruction is behind all others."""
+    """``places_in_step``, with each rank's last instruction placed after all others."""
     plan = plan_from_json(schedule.read_text())
     places = places_in_step(plan.schedule, plan.program)
     last = {row[-1] for row in plan.program}

@@ -32,10 +32,16 @@ from pathlib import Path
 import waits
 
 from megatron_vocabpar import launch
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.cuda_emulated import STREAMS
-from tests.megatron_lm.training import LOCAL, MODEL, TRAINING, added_ids, build_dataset_helpers, words
+from tests.megatron_lm.training import (
+    LOCAL,
+    MODEL,
+    TRAINING,
+    added_ids,
+    build_dataset_helpers,
+    version_of,
+    words,
+)
 from tests.support.launch_options import FROM_WEIGHTS
 from tests.transformer_engine import hook
 
@@ -282,7 +288,7 @@ def _import_before_forks() -> None:
     engine = hook.wheel()
     if engine:
         hook.install(engine, on_cpu=False)
-    version = find_version(source_signatures(Path(os.environ["MEGATRON_LM_PATH"])))
+    version = version_of()
     if version in ("0.14", "0.15", "0.16"):
         importlib.import_module("megatron.training")
         experts = importlib.import_module("megatron.core.transformer.moe.moe_utils")

@@ -21,7 +21,7 @@ from typing import Any
 
 import typing_extensions
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, find_version
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, recognise
 from megatron_vocabpar.megatron_lm.flags import FLAGS, config_from_argv
 from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
 from megatron_vocabpar.megatron_lm.rules.arguments import declared
@@ -36,7 +36,7 @@ def _held() -> Iterator[tuple[str, str, Any]]:
     A Megatron that has a registry for its schedule (``patches/upstream``) keeps all places of that.
     """
     patch = installed()
-    version = find_version(live_signature) if patch is None else patch.version
+    version = recognise(live_signature).version if patch is None else patch.version
     registry = find_spec("megatron.core.pipeline_parallel.schedule_registry")
     for binding in (each for each in BINDINGS if each.is_in(version)):
         if registry is not None and binding.name == "get_forward_backward_func":

@@ -12,13 +12,12 @@ import pytest
 
 from megatron_vocabpar.megatron_lm import replacements
 from megatron_vocabpar.megatron_lm.arguments_page import page
-from megatron_vocabpar.megatron_lm.bindings import VERSIONS, find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
+from megatron_vocabpar.megatron_lm.bindings import VERSIONS
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.replacements import _check_first, _parse_with_our_flags
 from megatron_vocabpar.megatron_lm.rules import arguments
 from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, REVIEWS, declared
-from tests.megatron_lm.training import ROOT, checkout, words
+from tests.megatron_lm.training import ROOT, version_of, words
 from tests.support.megatron_parser import PLAIN, inside
 from tests.support.recorded_arguments import recorded
 
@@ -57,7 +56,7 @@ def test_what_was_found_is_found_again(name: str) -> None:
 
 
 def test_the_checkout_has_no_argument_without_a_row() -> None:
-    version = find_version(source_signatures(checkout()))
+    version = version_of()
     names = set(inside("parser")["options"])
     assert without_a_row(names, set(REVIEW_OF)) == []
     for of_version in (known for key, known in recorded().items() if key.startswith(version)):

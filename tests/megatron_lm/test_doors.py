@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +20,15 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli.doctor import PATCHED, doctor_command
 from megatron_vocabpar.cli.patches import table
 from megatron_vocabpar.megatron_lm import bindings
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, find_version, recognise
-from megatron_vocabpar.megatron_lm.checkout import importable, source_signatures
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, recognise
+from megatron_vocabpar.megatron_lm.checkout import importable
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
 from megatron_vocabpar.megatron_lm.flags_page import written
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.times.redistribution import layout
-from tests.megatron_lm.training import ROOT, checkout, words
+from tests.megatron_lm.training import ROOT, checkout, version_of, words
 from tests.support.launch_options import ENABLE
 from tests.support.megatron_parser import PLAIN, inside
 
@@ -163,85 +162,6 @@ def test_the_tables_of_the_page_are_current() -> None:
     assert written(page.replace("| `--vocab-parallel-z-loss` |", "|")) == page
 
 
-def test_a_buffer_that_gathered_parameters_leave_is_not_refused() -> None:
-    args = SimpleNamespace(**PLAIN, reuse_grad_buf_for_mxfp8_param_ag=True, overlap_param_gather=False)
-    check(args, FlagConfig(enabled=True, method="vocab-2"))
-
-
-def test_graphs_of_layers_go_with_what_was_shown() -> None:
-    plain = PLAIN | {"cuda_graph_impl": "local", "cuda_graph_scope": "full", "hidden_dropout": 0.0}
-    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0, strict=True)
-    check(SimpleNamespace(**plain), config)
-    for arguments, flags, message in (
-        ({}, {"family": "zb-h1"}, "layers with --vocab-parallel-family zb-h1: a graph of B holds"),
-        ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
-        ({"hidden_dropout": 0.1}, {}, "with --hidden-dropout other than 0:"),
-        ({"num_experts": 8, "fp4": "e2m1"}, {}, "with --num-experts, --fp4-format: they have not been"),
-        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1:"),
-        ({"cuda_graph_scope_deprecated": ["full_iteration"]}, {}, "use --cuda-graph-impl local"),
-        ({"cuda_graph_scope": "attn"}, {}, "with --cuda-graph-scope:"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check(SimpleNamespace(**plain | arguments), replace(config, **flags))
-
-
-def test_graphs_of_transformer_engine_go_with_our_order() -> None:
-    scopes = ["attn", "moe_router", "moe_preprocess"]
-    plain = PLAIN | {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scopes, "num_experts": 8}
-    config = FlagConfig(enabled=True, method="vocab-2", profile_iterations=0, strict=True)
-    check(SimpleNamespace(**plain), config)
-    old = {"cuda_graph_impl": "none", "external_cuda_graph": True}
-    check(SimpleNamespace(**plain | old), config)
-    for arguments, flags, message in (
-        ({}, {"family": "v-half"}, "v-half: a graph of B holds the weight gradients"),
-        ({}, {"profile_iterations": 3}, "give --vocab-parallel-profile-iterations 0"),
-        ({"pipeline_model_parallel_size": 1}, {}, "with --pipeline-model-parallel-size 1:"),
-        ({"hybrid_layer_pattern": "M*"}, {}, "with --hybrid-layer-pattern:"),
-        ({"cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0: .* give 1 or more"),
-        ({"rampup_batch_size": ["4", "4", "64"]}, {}, "with --rampup-batch-size:"),
-        ({"step_batch_size_schedule": "0:4 9:8"}, {}, "with --step-batch-size-schedule:"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check(SimpleNamespace(**plain | arguments), replace(config, **flags))
-    check(SimpleNamespace(**plain, cuda_graph_warmup_steps=1), config)
-
-
-FP32, FUSED = VocabOptions(fp32_head=True), VocabOptions(kernels="fused")
-
-
-@pytest.mark.parametrize(
-    ("head", "right", "wrong", "message"),
-    [
-        (FP32, {}, {"untie_embeddings_and_output_weights": False}, r"untie them \(--untie-embeddings-and-"),
-        (FP32, {"save": "here", "no_save_optim": True}, {"save": "here"}, r"give --no-save-optim"),
-        (FP32, {"load": "here", "no_load_optim": True}, {"load": "here"}, r"and --no-load-optim"),
-        (FP32, {"bf16": False, "save": "here"}, {"save": "here"}, r"of float32 weights among 16-bit"),
-        (
-            VocabOptions(fp8_head="row"),
-            {"hidden_size": 48},
-            {"hidden_size": 72},
-            r"row: hidden size 72 is no mul.* 16;",
-        ),
-        (
-            VocabOptions(fp8_head="mxfp8"),
-            {"hidden_size": 64},
-            {"hidden_size": 48},
-            r"mxfp8: hidden size 48 .* 32;",
-        ),
-        (FUSED, {"hidden_size": 48}, {"bf16": False}, r"kernels fused: its kernel multiplies .* --bf16"),
-        (FUSED, {"hidden_size": 48}, {"hidden_size": 68}, r"kernels fused: hidden size 68 is no mul.* 8;"),
-    ],
-)
-def test_a_head_of_another_precision_fits_the_model(
-    head: VocabOptions, right: dict[str, Any], wrong: dict[str, Any], message: str
-) -> None:
-    config = FlagConfig(enabled=True, method="vocab-2", options=head)
-    plain = PLAIN | {"untie_embeddings_and_output_weights": True, "bf16": True}
-    check(SimpleNamespace(**plain | right), config)
-    with pytest.raises(ValueError, match=message):
-        check(SimpleNamespace(**plain | wrong), config)
-
-
 @pytest.mark.parametrize(
     ("written", "arguments", "refused"),
     [
@@ -295,10 +215,6 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
         ("--final-stage-num-layers 1", "needs --enable-layer-redistribution"),
         ("--vocab-parallel-recompute-logits", "needs --enable-vocab-parallel"),
         (f"{ENABLE} --vocab-parallel-method redis --vocab-parallel-tokens-per-chunk 8", "method redis"),
-        (
-            f"{ENABLE} --vocab-parallel-method naive --vocab-parallel-recompute-logits",
-            "method naive, which keeps its logits",
-        ),
         (f"{ENABLE} --vocab-parallel-tokens-per-chunk 0", "give 1 or more"),
         ("--vocab-parallel-family v-half", "v-half: needs --enable-vocab-parallel; add it, with"),
         (f"{ENABLE} --vocab-parallel-profile-iterations -1", "profile-iterations -1: give 0 or more"),
@@ -307,14 +223,7 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
         ("--vocab-parallel-costs costs.json", "costs.json: method baseline runs Megatron's own"),
         (f"{ENABLE} --vocab-parallel-family 2f2b", "2f2b: unknown family; use one of 1f1b"),
         ("--vocab-parallel-invariant", "invariant: needs --enable-vocab-parallel"),
-        (
-            f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-fp32-head",
-            "fp8-head row: not with --vocab-parallel-fp32-head",
-        ),
-        (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-invariant", "not with --vocab-parallel-inv"),
-        (f"{ENABLE} --vocab-parallel-fp8-head --vocab-parallel-method naive", "not with method naive"),
         ("--vocab-parallel-fp32-head", "head: needs --enable-vocab-parallel"),
-        (f"{ENABLE} --vocab-parallel-kernels fused --vocab-parallel-method naive", "not with method naive"),
         ("--vocab-parallel-independent-init", "init: needs --enable-vocab-parallel"),
         ("--vocab-parallel-drop-masked", "masked: needs --enable-vocab-parallel"),
         ("--vocab-parallel-metrics entropy", "metrics entropy: needs --enable-vocab-parallel"),
@@ -323,21 +232,11 @@ def test_a_checkpoint_of_modelopt_is_refused(tmp_path: Path) -> None:
             "--vocab-parallel-logit-softcap 30",
             "not with --vocab-parallel-recompute-logits and --vocab-parallel-logit-softcap",
         ),
-        (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-method naive", "not with method naive"),
-        (f"{ENABLE} --vocab-parallel-invariant --vocab-parallel-recompute-logits", "keep one of them"),
         ("--vocab-parallel-z-loss 0.1", "vocab-parallel-z-loss 0.1: needs --enable-vocab-parallel"),
         (f"{ENABLE} --vocab-parallel-logit-softcap -1", "logit-softcap -1.0: softcap -1.0: give a"),
         (
             f"{ENABLE} --vocab-parallel-logit-softcap 30 --vocab-parallel-label-smoothing 0.1",
             "softcap 30.0 and --vocab-parallel-label-smoothing 0.1: .* use one of the two",
-        ),
-        (
-            f"{ENABLE} --vocab-parallel-label-smoothing 0.1 --vocab-parallel-method naive",
-            "smoothing 0.1: not with method naive",
-        ),
-        (
-            f"{ENABLE} --vocab-parallel-label-smoothing 0.1 --vocab-parallel-invariant",
-            "smoothing 0.1: not with --vocab-parallel-invariant",
         ),
     ],
 )
@@ -504,7 +403,7 @@ def test_the_table_file_is_current() -> None:
 
 
 def test_patch_of_this_version_applies_and_reverses(tmp_path: Path) -> None:
-    version = find_version(source_signatures(checkout()))
+    version = version_of()
     patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
     assert patches or version not in PATCHED
     shutil.copy(checkout() / "pretrain_gpt.py", tmp_path)
@@ -552,7 +451,7 @@ def test_doctor_notices_two_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_doctor_names_version_and_every_replaced_name() -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(checkout())])
     assert result.exit_code == 0, result.output
-    assert f"Megatron core {find_version(source_signatures(checkout()))}, by its signatures" in result.output
-    version = find_version(source_signatures(checkout()))
+    assert f"Megatron core {version_of()}, by its signatures" in result.output
+    version = version_of()
     for binding in BINDINGS:
         assert (f"  {binding.module}.{binding.name}\n" in result.output) == binding.is_in(version)

@@ -13,7 +13,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from tests.megatron_lm.training import Log, is_since, pretrain, words
 from tests.megatron_lm.with_slow_exchange import ALONE_S, TOGETHER_S
 from tests.support.launch_options import FROM_WEIGHTS
 from tests.support.megatron_parser import PLAIN
+from tests.support.rule_cases import PAIRED, TE
 
 IN_FLOAT32 = Path(__file__).with_name("with_fp32_plans.py")
 MODEL = words(
@@ -154,84 +154,11 @@ def test_what_pairs_hide_is_measured_while_training_goes_on(family: str, tmp_pat
     assert all(0.5 * expected < hidden < 1.9 * expected for hidden in plan.costs.hidden_ms)
 
 
-TWO_CHUNKS = {
-    "num_virtual_stages_per_pipeline_rank": 2,
-    "num_layers": 16,
-    "transformer_impl": "local",
-    "bf16": True,
-}
-EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
-ASKED = PLAIN | TWO_CHUNKS | EXPERTS | {"overlap_moe_expert_parallel_comm": True}
-TE = {"transformer_impl": "transformer_engine"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"mtp_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        {"moe_layer_freq": [1] * 15 + [0]},
-        {"delay_wgrad_compute": True} | TE,
-        {"bf16": False, "fp16": True, "moe_token_dispatcher_type": "flex"},
-    ],
-)
-def test_accepted(family: str, changes: dict[str, Any]) -> None:
-    check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bf16": False}, "model of 16 bits for it; give --bf16 or --fp16"),
-        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size of at least 2, or leave it out"),
-        ({"num_experts": None}, "there is no exchange to hide; give --num-experts"),
-        ({"moe_token_dispatcher_type": "allgather"}, "give --moe-token-dispatcher-type alltoall or flex"),
-        ({"recompute_granularity": "full"}, "use --recompute-granularity selective"),
-        ({"recompute_num_layers": 1}, "use --recompute-granularity selective"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "leave moe out of"),
-        ({"moe_shared_expert_overlap": True}, "as --moe-shared-expert-overlap; leave out the one"),
-        ({"mtp_num_layers": 2}, "use --mtp-num-layers 1"),
-        ({"mtp_num_layers": 1, "moe_layer_freq": [1] * 15 + [0]}, "give the last layer of --moe-layer-freq"),
-        ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "give the last layer of --moe-layer-freq"),
-        ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "use pretrain_gpt.py, or leave it out"),
-        ({"cuda_graph_impl": "local"}, "transformer_engine alone have been run in pairs; use that"),
-        ({"cuda_graph_impl": "transformer_engine", "fp4": "e2m1"}, "leave out --cuda-graph-impl or --fp4"),
-        ({"cpu_offloading_num_layers": 1}, "leave out --cpu-offloading-num-layers"),
-        (
-            {"delay_wgrad_compute": True},
-            "--delay-wgrad-compute: .* give --transformer-impl transformer_engine",
-        ),
-        (
-            TE | {"delay_wgrad_compute": True, "moe_use_legacy_grouped_gemm": True},
-            "leave out --moe-use-legacy-grouped-gemm",
-        ),
-        (
-            {"overlap_moe_expert_parallel_comm": False},
-            "its pairs hide .* give --overlap-moe-expert-parallel-comm, or use (v-zb|interleaved), which",
-        ),
-    ],
-)
-def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(SimpleNamespace(**ASKED | changes), FlagConfig(True, "vocab-2", family, strict=True))
-
-
-def test_layers_are_captured_where_b_has_the_weight_gradients() -> None:
-    args = SimpleNamespace(**ASKED | TE | {"cuda_graph_impl": "transformer_engine"})
-    words_of = {family: [*OURS, "--vocab-parallel-family", family] for family in FAMILIES}
-    check(args, config_from_argv(words_of["1f1b-overlap"]))
-    with pytest.raises(ValueError, match=r"dualpipev: a graph .* use 1f1b, interleaved or 1f1b-overlap"):
-        check(args, config_from_argv(words_of["dualpipev"]))
-
-
 @pytest.mark.parametrize("family", ["search", "auto"])
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_a_search_hides_the_exchange_if_ranks_have_chunks(family: str, chunks: int) -> None:
     config = config_from_argv([ENABLE, "--vocab-parallel-family", family, OVERLAP])
-    args = SimpleNamespace(**ASKED | {"num_virtual_stages_per_pipeline_rank": chunks})
+    args = SimpleNamespace(**PLAIN | PAIRED | {"num_virtual_stages_per_pipeline_rank": chunks})
     check(args, config)
     args.num_virtual_stages_per_pipeline_rank = None
     with pytest.raises(ValueError, match=rf"{family} runs F and B .* use dualpipev or 1f1b-overlap"):
@@ -242,29 +169,19 @@ def test_a_search_leaves_weight_gradients_to_megatron_where_no_family_splits_the
     config = config_from_argv([ENABLE, "--vocab-parallel-family", "search", OVERLAP])
     for chunks, delays in ((2, False), (4, True)):
         args = SimpleNamespace(
-            **ASKED | TE | {"num_virtual_stages_per_pipeline_rank": chunks, "delay_wgrad_compute": True}
+            **PLAIN
+            | PAIRED
+            | TE
+            | {"num_virtual_stages_per_pipeline_rank": chunks, "delay_wgrad_compute": True}
         )
         check(args, config)
         leave_to_w(args, config)
         assert args.delay_wgrad_compute is delays
 
 
-@pytest.mark.parametrize("family", ["v-zb", "interleaved", "search", "auto"])
-@pytest.mark.parametrize(
-    "changes", [{}, {"delay_wgrad_compute": True}, {"overlap_moe_expert_parallel_comm": False} | TE]
-)
-def test_other_families_say_which_to_choose(family: str, changes: dict[str, Any]) -> None:
-    args = SimpleNamespace(**ASKED | {"delay_wgrad_compute": True} | changes)
-    message = (
-        rf"--delay-wgrad-compute: --vocab-parallel-family {family} runs F and B .* dualpipev or 1f1b-over"
-    )
-    with pytest.raises(ValueError, match=message):
-        check(args, FlagConfig(True, "vocab-2", family))
-
-
 @pytest.mark.parametrize(("family", "delays"), [("dualpipev", False), ("1f1b-overlap", True), ("v-zb", True)])
 def test_weight_gradients_are_left_to_w_where_it_is_a_pass(family: str, delays: bool) -> None:
-    args = SimpleNamespace(**ASKED | {"delay_wgrad_compute": True})
+    args = SimpleNamespace(**PLAIN | PAIRED | {"delay_wgrad_compute": True})
     leave_to_w(args, FlagConfig(True, "vocab-2", family))
     assert args.delay_wgrad_compute is delays
 

@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
-from tests.megatron_lm.training import ROOT, Log, checkout, pretrain, words
+from tests.megatron_lm.training import ROOT, Log, checkout, pretrain, version_of, words
 from tests.support.launch_options import EMBEDDINGS, FROM_WEIGHTS
 
 LAYOUTS = {
@@ -75,7 +73,7 @@ def test_other_methods_train_as_stock(weights: dict[str, Path], method: str) -> 
 
 def test_patched_script_trains(tmp_path: Path) -> None:
     """The third door: the checkout's script with the line of our patch, started by itself."""
-    version = find_version(source_signatures(checkout()))
+    version = version_of()
     patches = sorted((ROOT / "patches").glob(f"core_v{version}*.patch"))
     if not patches:
         pytest.skip(f"there is no patch of Megatron {version}")

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from megatron_vocabpar.megatron_lm.bindings import find_version
-from megatron_vocabpar.megatron_lm.checkout import source_signatures
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, pretrain, version_of, words
 from tests.support.engine_models import (
     ITERATIONS,
     MODELS,
@@ -204,7 +202,7 @@ def test_trains_as_stock_in_few_bits(recipe: str, family: str, dp: int, record_p
 
     Delayed scales follow from what a process has multiplied before, so stock runs on the same stages.
     """
-    version = find_version(source_signatures(checkout()))
+    version = version_of()
     if recipe.startswith("blockwise") and version == "0.14":
         pytest.skip(
             "Transformer Engine 2.7 has products of blocks on Hopper alone, and of 32 elements after it"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_vocabpar.megatron_lm.bindings import VERSIONS, find_version, versions
+from megatron_vocabpar.megatron_lm.bindings import VERSIONS, recognise, versions
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
 from tests.transformer_engine import hook
 
@@ -122,9 +122,14 @@ def added_ids(megatron: Path) -> int:
     return 0 if is_since("0.18", megatron) else 1
 
 
+def version_of(megatron: Path | None = None) -> str:
+    """The version of a checkout, by default of the tested one."""
+    return recognise(source_signatures(megatron or checkout())).version
+
+
 def is_since(version: str, megatron: Path | None = None) -> bool:
     """Whether a checkout, by default the tested one, is of this version or later, or of no known one."""
-    found = find_version(source_signatures(megatron or checkout()))
+    found = version_of(megatron)
     return found not in VERSIONS or found in versions(version)
 
 

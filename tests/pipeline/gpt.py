@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.buckets import buckets_on_any_rank
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.model.chunks import chunk_positions
 from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
@@ -383,7 +384,9 @@ def train(
         )
         half = config.bf16 or config.fp16
         wrapped = [Float16Module(config, module) if half else module for module in modules]
-        model = [DistributedDataParallel(config, ddp_config, module) for module in wrapped]
+        splits_w = isinstance(case.schedule, Schedule) and case.schedule.splits_w
+        with buckets_on_any_rank() if splits_w else contextlib.nullcontext():
+            model = [DistributedDataParallel(config, ddp_config, module) for module in wrapped]
         for module in modules:
             module.config.finalize_model_grads_func = finalize_model_grads
             if case.loss_scale != 1.0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -14,9 +13,6 @@ import torch
 
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.pairs.chunk_plan import ChunkPlan
-from megatron_vocabpar.schedule.make.generate import generate
-from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.cases import covering
 from tests.pipeline.experts import Experts, experts_on_cpu
@@ -24,12 +20,11 @@ from tests.pipeline.gpt import (
     Case,
     batch,
     build_chunks,
-    case_of,
     parallel_groups,
     run,
-    skip_unless_buildable,
 )
 from tests.support import equality
+from tests.support.paired_cases import case
 
 DENSE_LAST = Experts(pattern=(1, 1, 1, 0))
 
@@ -41,21 +36,6 @@ def check(given: Case) -> None:
     away with every method, baseline's whole layers among them.
     """
     equality.check(given, drift=equality.DRIFT if given.tp == 1 else 6.0)
-
-
-def paired(family: str, method: str, p: int, m: int, mtp: int = 0) -> Schedule:
-    """A schedule in which F and B run together."""
-    costs = PassCosts.default(p, mtp)
-    return generate(method, p, m, family=family, costs=replace(costs, hidden_ms=costs.F_ms / 2))
-
-
-def case(family: str, method: str, p: int = 2, m: int = 6, **options: Any) -> Case:
-    """Two layers a stage, on as many replicas as there are parts of the experts."""
-    schedule = paired(family, method, p, m, options.get("mtp", 0))
-    assert len(schedule.pairs) >= m
-    skip_unless_buildable(schedule.placement.shape)
-    given = {"dp": 2, "experts": Experts(), "position": "rope"} | options
-    return replace(case_of(schedule, **given), layers=4 * p)
 
 
 def test_same_training_as_stock() -> None:

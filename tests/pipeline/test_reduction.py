@@ -6,24 +6,22 @@ among the passes it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron_vocabpar.pipeline import compat, forward_backward
+from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.cases import rest_is_slow
 from tests.pipeline import gpt
 from tests.pipeline.experts import Experts
 from tests.pipeline.gpt import Case, case_of
-from tests.pipeline.test_pairs import case as paired_case
+from tests.support.launches import LAUNCH, hearing
+from tests.support.paired_cases import case as paired_case
 
 CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "v-half": ("v-half", "vocab-2", 2, 3, {}),
@@ -55,77 +53,58 @@ def _case(name: str) -> Case:
     return case_of(generate(method, p, m, family=family, costs=costs), dp=2, **options)
 
 
-@dataclass
-class Heard:
-    """Of each forward-backward call: passes and launches in order, and the gradients at launch."""
+@dataclass(frozen=True)
+class Training:
+    """One forward-backward call of a training: its launches, and what they found by name."""
 
-    events: list[list[str]] = field(default_factory=list)
-    found: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-
-@contextmanager
-def hearing(heard: Heard) -> Iterator[None]:
-    """In this context training is heard."""
-    start, iterate = _ParamAndGradBucketGroup.start_grad_sync, gpt.iterate
-    at_launch: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def start_and_keep(group: Any, *args: Any, **kwargs: Any) -> None:
-        heard.events[-1].append("launch")
-        at_launch.update((p, p.main_grad.clone()) for bucket in group.buckets for p in bucket.params_list)
-        start(group, *args, **kwargs)
-
-    def iterate_and_keep(
-        run: Callable[..., Any], case: Case, model: list[Any], *rest: Any, **named: Any
-    ) -> Any:
-        heard.events.append([])
-        at_launch.clear()
-        result = iterate(run, case, model, *rest, **named)
-        names = {p: f"{i}.{name}" for i, chunk in enumerate(model) for name, p in chunk.named_parameters()}
-        heard.found.append({names[p]: grad for p, grad in at_launch.items()})
-        return result
-
-    @contextmanager
-    def named_range(_: torch.device, name: str) -> Iterator[None]:
-        heard.events[-1].append(name)
-        yield
-        heard.events[-1].append("end")
-
-    with (
-        mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", start_and_keep),
-        mock.patch.object(gpt, "iterate", iterate_and_keep),
-        mock.patch.object(forward_backward, "named_range", named_range),
-    ):
-        yield
+    launches: int
+    in_passes: int
+    early: int
+    found: dict[str, torch.Tensor]
 
 
-def _train_twice(rank: int, case: Case) -> list[list[str]]:
-    """The events of the rank's trainings with overlap, which leaves the same bits as without."""
-    heard, results = [Heard(), Heard()], []
-    for overlap, each in zip((False, True), heard, strict=True):
-        with hearing(each):
-            results.append(gpt.train(rank, replace(case, overlap_grad_reduce=overlap)))
-    (apart, overlapping), (expected, ours) = heard, results
+def _heard(rank: int, case: Case) -> tuple[list[Training], gpt.Result]:
+    trainings: list[Training] = []
+    iterate = gpt.iterate
+    with hearing() as heard:
+
+        def iterate_and_keep(run: Any, case: Case, model: list[Any], *rest: Any, **named: Any) -> Any:
+            heard.clear()
+            result = iterate(run, case, model, *rest, **named)
+            if not named["forward_only"]:
+                chunks = enumerate(model)
+                names = {p: f"{i}.{name}" for i, chunk in chunks for name, p in chunk.named_parameters()}
+                found = {names[p]: grad for p, grad in heard.at_launch.items()}
+                counts = (heard.events.count(LAUNCH), heard.in_passes, heard.early)
+                trainings.append(Training(*counts, found))
+            return result
+
+        with mock.patch.object(gpt, "iterate", iterate_and_keep):
+            return trainings, gpt.train(rank, case)
+
+
+def _train_twice(rank: int, case: Case) -> list[tuple[int, int, int]]:
+    """The launches of the rank's iterations with overlap, which leaves the same bits as without."""
+    apart, expected = _heard(rank, case)
+    overlapping, ours = _heard(rank, replace(case, overlap_grad_reduce=True))
     # Two numbers have one sum; four are added in another order where a bucket begins elsewhere, and Adam
     # amplifies rounding.
     rtol, atol = (0.0, 0.0) if case.dp * case.cp == 2 else (1e-4, 1e-5)
-    assert len(apart.found) == len(overlapping.found) == 2 * case.steps  # a training and an evaluation each
-    for there, here in zip(apart.found, overlapping.found, strict=True):
-        torch.testing.assert_close(here, there, rtol=rtol, atol=atol)
+    for there, here in zip(apart, overlapping, strict=True):
+        assert there.in_passes == 0
+        torch.testing.assert_close(here.found, there.found, rtol=rtol, atol=atol)
     torch.testing.assert_close(ours.losses, expected.losses, rtol=rtol, atol=atol)
     torch.testing.assert_close(ours.weights, expected.weights, rtol=rtol, atol=atol)
-    return overlapping.events[::2]
+    return [(each.launches, each.in_passes, each.early) for each in overlapping]
 
 
 @pytest.mark.parametrize("name", rest_is_slow(CASES, "v-half", "zb-h1, tied, delayed"))
 def test_buckets_are_reduced_when_they_are_complete(name: str) -> None:
-    """Not by the calls after the passes; where there are several, not by the last pass alone."""
+    """On every rank, while passes run and before the last gradient is complete."""
     for first, second in gpt.run(_case(name), body=_train_twice):
-        buckets = first.count("launch")
-        assert "launch" not in first[:-buckets]  # Megatron counts reports in the first iteration
-        assert second.count("launch") == buckets
-        assert second[-1] == "end"
-        last_pass = max(i for i, event in enumerate(second) if event not in ("launch", "end"))
-        assert buckets == 1 or "launch" in second[:last_pass]
+        assert first[1] == 0  # Megatron counts reports in the first iteration
+        assert second[0] == second[1] == first[0] > 1
+        assert second[2] > 0
 
 
 def _train_without_a_report(rank: int, case: Case) -> None:

@@ -119,6 +119,10 @@ def test_gradients_are_reduced_beside_passes_if_they_are_long_enough() -> None:
     costs = estimated_costs(model_preset("llama-3.1-8b"), job, H100)
     step = step_ms(1e9 / 8, H100)
     assert after_ms(1e9, 0.0, 1e9 / 8, job, H100, costs) == pytest.approx(step)
+    long = replace(costs, W_ms=scattered / 3)
+    for chunks in (1, 2):  # W is split off, and hides what it takes
+        left = after_ms(1e9, 0.0, 1e9 / 8, job, H100, long, w_chunks=chunks) - step
+        assert left == pytest.approx(scattered * 2 / 3 / chunks)
     apart = after_ms(1e9, 0.0, 1e9 / 8, replace(job, overlap=False), H100, costs)
     assert apart == pytest.approx(step + scattered + gathered)
     assert step_ms(1e9, H100, offload=True) > step_ms(1e9, H100)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vocabpar.plan.channels import fewest_channels
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, in_full
 from megatron_vocabpar.plan.hardware import hardware_named
@@ -68,3 +69,19 @@ def test_ours_and_stock_are_compared_by_the_best_of_each_reading() -> None:
     assert judged is not None
     assert judged.gains == pytest.approx((1.1, 1.15))
     assert verdict(stock) is None
+
+
+def test_channels_are_as_few_as_the_slack_allows() -> None:
+    """dX of 4,096 tokens and a hidden size of 8,192 is 67 MB, sent twice; a channel carries 20 GB/s."""
+    model, gpu = model_preset("llama-3.1-70b"), hardware_named("H100")
+    model = replace(model, seq_length=4096)
+    one_node, several = Job(p=8), Job(p=8, d=2)
+    assert fewest_channels(model, one_node, gpu, 2.5) == 3
+    assert fewest_channels(model, one_node, gpu, 100.0) == 1
+    assert fewest_channels(model, several, gpu, 100.0) == 3
+    assert fewest_channels(model, several, gpu.connected(network_gb_s=100.0), 100.0) == 5
+
+
+def test_a_choice_in_full_says_its_channels() -> None:
+    assert in_full(REQUEST, choice_of(REQUEST, "vocab-2", "v-half")).channels >= 1
+    assert in_full(REQUEST, choice_of(REQUEST, "baseline", "1f1b")).channels == 0

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_vocabpar.runtime.streams import _TO_END_S, peak_memory_mib, side_stream
+from megatron_vocabpar.runtime.streams import _TO_END_S, communicator_options, peak_memory_mib, side_stream
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -128,3 +130,23 @@ def test_peak_memory_sees_what_this_process_allocated() -> None:
     slack = 32  # MiB: the kernel adds its counters up late
     assert resident > 64
     assert max(before, resident) - slack <= peak <= max(before, resident) + slack
+
+
+class _Options:
+    """NCCL's options as torch has them, with a limit or without."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+def test_channels_limit_the_blocks_of_nccls_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert communicator_options(None, channels=4) is None
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    assert communicator_options(None, channels=4).config.max_ctas == 4
+    assert communicator_options(None).config.max_ctas is None
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    with pytest.raises(ValueError, match="leave out --vocab-parallel-channels"):
+        communicator_options(None, channels=4)

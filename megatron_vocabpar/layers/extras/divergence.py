@@ -52,7 +52,7 @@ Teacher = Tensor | TeacherStates | TopLogprobs
 
 
 class Comparison(Extra):
-    """A student beside its teacher on one shard. The number is [w, n], of which the first is the divergence.
+    """Compares a student with its teacher on one shard. The number is [w, n], the divergence first.
 
     Args:
         how: which divergence.
@@ -130,8 +130,9 @@ class Comparison(Extra):
 
 
 class WithAllLogits(Comparison):
-    """Beside a teacher's logits, or what makes them. The numbers are D, the log-sum-exps of student and
-    teacher, and the sums that D is made of.
+    """Compares with a teacher's logits, or with states that they are made of.
+
+    Rows of the number: D, the log-sum-exp of the student, that of the teacher, the sums that make up D.
     """
 
     def __init__(self, how: Distillation, given: Tensor | TeacherStates, counted: Tensor | None) -> None:
@@ -177,7 +178,7 @@ class WithAllLogits(Comparison):
 
 
 class WithTop(Comparison):
-    """Beside a stored top k. After the student's log-sum-exp the numbers are log R and log q of the ids."""
+    """Compares with a stored top k. Rows: D, the student's log-sum-exp, log R, log q of each id."""
 
     def __init__(self, how: Distillation, stored: TopLogprobs, counted: Tensor | None) -> None:
         super().__init__(how, counted)

@@ -81,7 +81,7 @@ def _tile(  # type: ignore[no-untyped-def]
     AGAIN: tl.constexpr, CLAMP: tl.constexpr, STORE: tl.constexpr,
     ROWS: tl.constexpr, IDS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``_product_kernel``, whose arguments these are."""
+    """One tile of ``_product_kernel``; its arguments are the kernel's."""
     # 1. where it lies: GROUP tiles of rows share the ids that are in the cache
     group = tile // (GROUP * across)
     inside_group = tile % (GROUP * across)
@@ -206,7 +206,7 @@ On 10, 256 ids spill. With 8 warps Triton 3.6 makes exponentials once for the su
 
 
 def tile_options(device: torch.device) -> dict[str, int]:
-    """Those of ``TILES`` for a CUDA device."""
+    """The row of ``TILES`` for a CUDA device."""
     return TILES[torch.cuda.get_device_capability(device)[0]]
 
 

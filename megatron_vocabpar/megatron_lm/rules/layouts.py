@@ -48,7 +48,7 @@ def _stages(facts: Facts) -> int:
 
 
 def _skips(facts: Facts) -> str:
-    """What has Megatron skip iterations by reading their data on every rank, from one iterator."""
+    """Which iterations Megatron skips, reading their data on every rank from one iterator; else empty."""
     if facts.chunks == 1 and (facts.p <= 2 or facts.sft):
         return ""
     return " ".join(map(str, facts.iterations_to_skip)) or facts.result_rejected_tracker_filename

@@ -42,7 +42,7 @@ def kept_gradient(gradient: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 class LayerGraphs:
-    """Makes sure that graphs are recorded, captured and replayed in one order."""
+    """Checks that graphs are recorded, captured and replayed in one order."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None

@@ -116,7 +116,7 @@ def handlers_of(
 
 
 def _stages(iteration: Iteration) -> type[Stages]:
-    """Those that run Megatron's plans of the layers, where training is to hide the experts' exchange."""
+    """The class that handles F and B: one that runs Megatron's plans, if training hides the exchange."""
     call = iteration.call
     planned = getattr(call.config, "overlap_moe_expert_parallel_comm", False) and not call.forward_only
     return PlannedStages if planned else Stages

@@ -73,7 +73,7 @@ def stage_rows(shard: VocabShard, config: Any) -> int:
 
 
 class _VocabRows(torch.nn.Module):
-    """A layer whose ``weight [P, H]`` is this rank's part of a standard ``[V_pad, H]`` weight."""
+    """A layer whose weight [P, H] is this rank's rows of a standard [V_pad, H] weight."""
 
     shard: VocabShard
     weight: torch.nn.Parameter

@@ -121,7 +121,7 @@ class OutputChain:
         return self.iteration.arrived(source, JOINED)
 
     def joined_and_state(self, i: int) -> tuple[Joined, ShardState]:
-        """The same, and what the pass that computed this shard's part has kept of it."""
+        """The joined softmax of a microbatch, and what this shard's S has kept of it."""
         return self.joined(i), self.iteration.buffers.take(self.softmax_pass(i), STATE)
 
     def slopes(self, softmax: Softmax, grads: Tensor) -> Slopes:

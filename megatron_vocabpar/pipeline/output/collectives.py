@@ -91,5 +91,5 @@ class OutputCollectives(LayerHandlers):
 
 
 def _of(type_: PassType, instruction: Comm) -> Pass:
-    """The pass of this rank whose result a collective carries."""
+    """The pass whose result this rank sends in a collective."""
     return Pass(type_, instruction.stage, instruction.microbatch)

@@ -86,6 +86,6 @@ class HiddenStates(LayerHandlers):
 
 
 def scaled(hidden_grad: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
-    """``[n, H]``: rows for gradients of 1, ``[n, H]`` or ``[k, n, H]``, times the true ones, ``[k, n]``."""
+    """[n, H]: scales rows made for gradients of 1 ([n, H] or [k, n, H]) by the true gradients [k, n]."""
     hidden_grad.mul_(grads.view(*hidden_grad.shape[:-1], 1))
     return hidden_grad.sum(0) if hidden_grad.dim() == 3 else hidden_grad

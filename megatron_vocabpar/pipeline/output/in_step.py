@@ -20,7 +20,7 @@ class InStep(SoftmaxPasses):
         self.collectives = OutputCollectives(chain)
 
     def softmax(self, instruction: Pass) -> None:
-        """Statistics, loss, dX, dW, one after the other."""
+        """Run the whole output layer: statistics, loss, dX and dW, one after the other."""
         i, chain, losses = instruction.microbatch, self.chain, self.losses
         state, sent = self.forward_pass(instruction)
         assert state is not None

@@ -47,7 +47,7 @@ class SoftmaxPasses(LayerHandlers):
         self.chain, self.hidden, self.losses = chain, hidden, losses
 
     def table(self) -> dict[PassType, Callable[[Any], None]]:
-        """The handlers. A pass does what its name says, but T of vocab-2, whose S has the input gradient."""
+        """The handlers. Each pass does what its name says; T of vocab-2 adds dW alone, as S has made dX."""
         return {
             PassType.S: self.softmax,
             PassType.T: self.weight_backward if self.chain.early else self.input_backward,
@@ -119,7 +119,7 @@ class SoftmaxPasses(LayerHandlers):
 
 
 class NaivePasses(SoftmaxPasses):
-    """Of naive: S makes the maximum, S2 what S makes elsewhere."""
+    """The passes of naive: S finds the maximum, and S2 does what S does in other methods."""
 
     def table(self) -> dict[PassType, Callable[[Any], None]]:
         return super().table() | {PassType.S2: self.exponential_sum}

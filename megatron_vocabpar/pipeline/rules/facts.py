@@ -118,7 +118,7 @@ class Settings:
         return bool(getattr(self.settings, name, None))
 
     def any_set(self, names: str) -> bool:
-        """Whether one of these settings is, whose names spaces separate."""
+        """Whether any of these settings is set; ``names`` are separated by spaces."""
         return any(map(self.is_set, names.split()))
 
     @property
@@ -154,7 +154,7 @@ class Settings:
 
     @property
     def captures_layers(self) -> bool:
-        """Whether one of the two does."""
+        """Whether Megatron or Transformer Engine captures layers in CUDA graphs."""
         return self.graphs_by_megatron or self.graphs_by_engine
 
 
@@ -195,7 +195,7 @@ class Facts(Settings):
     given: frozenset[str] = frozenset()
 
     def spelled(self, *names: str) -> str:
-        """Those of these options that are asked for, as the door writes them; empty if there are none."""
+        """The options of ``names`` that are asked for, as the door writes them; empty if none is."""
         fields = ("metrics" if name == "gradients" else name for name in asked_for(self.options, names))
         return " and ".join(self.spell(name, getattr(self.options, name)) for name in fields)
 

@@ -45,7 +45,7 @@ _NOT_IN_MEGATRONS: tuple[_Row, ...] = (
 
 
 def _set(facts: Facts, rows: tuple[_Row, ...]) -> str:
-    """The flags of these rows that are set."""
+    """The flags of the rows whose settings are set."""
     flags = [
         flag
         for flag, names, unset in rows

@@ -104,7 +104,7 @@ CALLS = (
 
 
 def _pair(option: str, argument: str) -> Rule:
-    """A row of an option and an argument of a call, of which one is there without the other."""
+    """A rule: the call has either both this option and this argument, or neither."""
     return Rule(
         f"{{f.option[{option}]}} and the call's {argument}",
         lambda facts: bool(facts.spelled(option)) != (argument in facts.given),

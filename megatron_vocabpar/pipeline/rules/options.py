@@ -118,7 +118,7 @@ def _of_no_loss(facts: Facts) -> Clash | None:
 
 
 def wrong_values(record: Any, spell: Spelling) -> Iterator[Clash]:
-    """Of a record, each option that is below its least value or not among its choices, and what to give."""
+    """Each option of a record that is below its least value or not among its choices, and what to give."""
     for name, each in options_of(record).items():
         value = getattr(record, name)
         if value is not None and each.least is not None and not value >= each.least:

@@ -61,7 +61,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def alone(names: str, why: str, do: str = LEAVE_OUT, level: Level = IMPOSSIBLE) -> Rule:
-    """A row of settings, separated by spaces, each of which it is about whenever it is set."""
+    """A rule that applies when any of the settings, separated by spaces, is set."""
     return Rule(flags(names.split()), lambda facts: facts.any_set(names), why, do, level)
 
 

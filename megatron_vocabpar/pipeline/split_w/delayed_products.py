@@ -70,7 +70,7 @@ class DelayedProducts:
 
 
 class _Layer:
-    """The products of one layer, which runs once, several times or not at all in a microbatch."""
+    """The products of one layer; in a microbatch it may run once, several times or not at all."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -114,7 +114,7 @@ def _has_store(module: Any) -> bool:
 
 
 def _named(layer: torch.nn.Module, kind: str) -> list[torch.nn.Parameter]:
-    """A layer's weights or biases, such as ``weight`` or ``bias0``, not those of the norm in it."""
+    """A layer's own weights or biases, such as ``weight`` or ``bias0``; its norm's are left out."""
     return [p for name, p in layer.named_parameters(recurse=False) if name.startswith(kind)]
 
 

@@ -98,7 +98,7 @@ def _work(
 
 
 def _on_the_way(way: float, step: float) -> float:
-    """The most microbatches that can be on a way of so many ms, if one follows each ``step`` ms."""
+    """The most microbatches under way at once, if each takes ``way`` ms and one starts every ``step`` ms."""
     count = max(way / step, 0.0) if step > 0.0 else inf
     return ceil(count) if count < inf else inf
 
@@ -134,7 +134,7 @@ def _arcs(graph: PassGraph) -> tuple[list[int], Arcs]:
 
 
 def _longest(order: list[int], arcs: Arcs, starts: Mapping[int, float]) -> dict[int, float]:
-    """The earliest start of each node if ``starts`` has those of some; -inf if none of these leads to it."""
+    """The earliest start of each node, given ``starts`` of some; -inf if none of these comes before it."""
     at: dict[int, float] = {}
     for node in order:
         at[node] = max((at[before] + time for before, time in arcs[node]), default=-inf)

@@ -57,7 +57,6 @@ class PassGraph:
     producers: dict[int, int]
 
     def type_of(self, node: int) -> PassType:
-        """The type of a pass node."""
         type_ = self.numbering.type_of(node)
         assert isinstance(type_, PassType)
         return type_

@@ -39,7 +39,7 @@ _FINALISTS = 3  # best trials that are played for all microbatches, if the budge
 
 @dataclass(frozen=True)
 class Problem:
-    """A request, worked out for one family.
+    """A request for one family, with its passes, their times and the caps.
 
     Attributes:
         shape: the schedule's frame.

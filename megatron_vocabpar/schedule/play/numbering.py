@@ -81,7 +81,6 @@ class Numbering:
         return (self.first_node[item.type] + item.stage) * self.schedule.m + item.microbatch
 
     def item(self, number: int) -> Atom:
-        """The instruction with this number."""
         return self.item_of(*divmod(number, self.schedule.m))
 
     def item_of(self, node: int, microbatch: int) -> Atom:

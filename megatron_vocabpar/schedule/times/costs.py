@@ -111,18 +111,23 @@ class PassCosts:
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
     def with_layers(self, factor: float) -> PassCosts:
-        """These costs with F, B and W of layers ``factor`` times as long."""
+        """These costs with F, B and W of layers (of stages, in ``stage_ms``) ``factor`` times as long."""
         if factor == 1.0:
             return self
 
         def longer(time: PerRank) -> PerRank:
             return tuple(factor * ms for ms in time) if isinstance(time, tuple) else factor * time
 
-        return replace(self, F_ms=longer(self.F_ms), B_ms=longer(self.B_ms), W_ms=longer(self.W_ms))
+        stages = {
+            name: row if name == "hidden_ms" else tuple(factor * ms for ms in row)
+            for name, row in self.stage_ms.items()
+        }
+        times = {name: longer(getattr(self, name)) for name in ("F_ms", "B_ms", "W_ms")}
+        return replace(self, **times, stage_ms=stages)  # type: ignore[arg-type]
 
     @property
     def hides(self) -> bool:
-        """On some rank, F and B take less time together than one after the other."""
+        """Whether F and B take less time together than one after the other, on any rank."""
         if self.stage_ms:
             return any(self.stage_ms.get("hidden_ms", ()))
         return any(self.hidden_ms) if isinstance(self.hidden_ms, tuple) else self.hidden_ms > 0.0

@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def mtp_stage(self) -> int:
-        """The stage of the layers of multi-token prediction; those after it pass on the rows of all heads."""
+        """The stage with the layers of multi-token prediction; later stages pass on the rows of all heads."""
         return self.last_stage if self.mtp is None else self.mtp
 
     @property

@@ -116,7 +116,6 @@ class Schedule:
         return tuple(join_pairs(passes, self.pairs) for passes in self.ranks)
 
     def rank_of(self, instruction: Instruction) -> int:
-        """The rank that runs ``instruction``."""
         if instruction.type in VOCABULARY_PASSES or instruction.type in COLLECTIVES:
             return instruction.stage
         return self.placement.rank_of(instruction.stage)

@@ -35,13 +35,12 @@ def test_the_packages_prices_are_the_fit_and_foretell_every_run() -> None:
         assert price.channels == pytest.approx(fit.price.channels, abs=5e-2)
         assert price.transfers == pytest.approx(fit.price.transfers, abs=5e-3)
         predictions = [priced(row, fit) for row in rows]
-        assert max(abs(one.error) for one in predictions) < (0.0111 if fit.reading == "waiting" else 0.0154)
+        assert max(abs(one.error) for one in predictions) < (0.0125 if fit.reading == "waiting" else 0.0154)
         assert max(map(abs, gain_errors(predictions))) <= gain_error() + 5e-4
 
 
 @pytest.mark.slow
 def test_a_vocabulary_that_is_held_back_is_foretold() -> None:
     for vocab, fit, errors in held_back(published_passes()):
-        most = 0.0190 if vocab == 32000 else 0.0140  # 32k has the runs with most collectives resident
-        if fit.reading == "waiting":
-            assert max(map(abs, errors)) < most, (vocab, errors)
+        most = 0.0155 if fit.reading == "waiting" else 0.0225
+        assert max(map(abs, errors)) < most, (vocab, fit, errors)
