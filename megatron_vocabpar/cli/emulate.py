@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import click
 
 from megatron_vocabpar.cli.files import FORMAT, completing, tell, will_be_written, write_output
 from megatron_vocabpar.cli.main import RunFailed
+from megatron_vocabpar.megatron_lm.layouts import layers_of
 from megatron_vocabpar.schedule.make.families import SEARCH, families
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
@@ -35,7 +37,7 @@ def _svg(context: click.Context, option: click.Parameter, path: str | None) -> s
 @click.argument(
     "schedules",
     nargs=-1,
-    metavar="[[FAMILY:]METHOD]...",
+    metavar="[[FAMILY:]METHOD[@LAYOUT]]...",
     shell_complete=completing((*METHODS, *(f"{name}:" for name in (*families(), SEARCH)))),
 )
 @click.option("--pp", "p", type=int, default=8, help="Pipeline size: processes.")
@@ -75,7 +77,8 @@ def emulate_command(
     """Run schedules in real time: real executor, processes and collectives; passes sleep.
 
     Prints their iteration and idle time beside what the simulator predicts. SCHEDULES are methods, such as
-    vocab-2, or FAMILY:METHOD, such as v-half:vocab-2; by default those of the paper.
+    vocab-2, or FAMILY:METHOD, such as v-half:vocab-2; by default those of the paper. A layout of
+    Megatron's gives stages their layers, as in 'v-zb:baseline@Et|tt|tt|tL'.
     """
     output_format, output, folder = _Files(**files)
     if not math.isfinite(scale):
@@ -129,12 +132,24 @@ def _costs(file: str | None, p: int) -> tuple[PassCosts, str]:
 
 
 def _plan(text: str, p: int, m: int, costs: PassCosts) -> tuple[str, Plan]:
-    """The displayed name and the plan of ``METHOD`` or ``FAMILY:METHOD``."""
-    family, _, method = text.rpartition(":")
+    """The displayed name and the plan of ``METHOD`` or ``FAMILY:METHOD``, with ``@LAYOUT`` or without."""
+    schedule, at, layout = text.partition("@")
+    family, _, method = schedule.rpartition(":")
     if method not in METHODS or (family and family not in (*families(), SEARCH)):
         raise ValueError(
-            f"{text!r} is no schedule; give a method ({', '.join(METHODS)}), or family:method "
+            f"{schedule!r} is no schedule; give a method ({', '.join(METHODS)}), or family:method "
             f"with one of the families {', '.join((*families(), SEARCH))}"
         )
+    chunks = None
+    if at:
+        counts = layers_of(layout)
+        chunks, left = divmod(len(counts), p)
+        if left or not sum(counts):
+            raise ValueError(
+                f"the layout {layout!r} has {len(counts)} stages with {sum(counts)} layers; give layers on a "
+                f"multiple of {p} stages, as in Ett|tt|ttL"
+            )
+        costs = replace(costs, layers_per_stage=counts)
     name = f"{family} + {method}" if family else method
-    return name, make_plan(method, p, m, family=family or "1f1b", costs=costs)
+    plan = make_plan(method, p, m, family=family or "1f1b", chunks=chunks, costs=costs)
+    return f"{name}, by hand" if at else name, plan

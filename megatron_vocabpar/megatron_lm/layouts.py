@@ -34,7 +34,17 @@ def layers_to_divide(args: Any) -> int:
 
 def written_out(args: Any) -> str:
     """The layout of the pipeline, such as ``Et*3|(t*2|)*2L``, its repetitions written out; empty if none."""
-    layout = (getattr(args, "pipeline_model_parallel_layout", None) or "").replace(",", "")
+    return expanded(getattr(args, "pipeline_model_parallel_layout", None) or "")
+
+
+def layers_of(layout: str) -> tuple[int, ...]:
+    """The transformer layers of each stage of a layout: 2, 3 and 1 of ``Ett|t*3|tL``."""
+    return tuple(stage.count("t") for stage in expanded(layout).split("|"))
+
+
+def expanded(layout: str) -> str:
+    """A layout with its repetitions written out."""
+    layout = layout.replace(",", "")
     repeated = re.compile(r"(?:\(([^()*]*)\)|(\w|\|))\*(\d+)")
     while "*" in layout:  # innermost first: (t*2|)*2 is (tt|)*2 is tt|tt|
         longer = repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)

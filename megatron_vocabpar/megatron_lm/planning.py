@@ -19,17 +19,17 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_vocabpar import __version__
+from megatron_vocabpar.megatron_lm.first_costs import first_costs, layers_of_stages
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.flags import FLAGS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
-from megatron_vocabpar.pipeline.layer_hooks import layers_of
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
+from megatron_vocabpar.plan.stage_costs import StageLayers
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
-from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.runtime.timeline import Timeline
@@ -42,7 +42,6 @@ from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import spread
 from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_2, method_named
-from megatron_vocabpar.schedule.words.placement import Placement
 
 _EXCHANGE = 0.4
 """What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
@@ -93,7 +92,8 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
     device = next(chunks[0].parameters()).device
     groups = vocab_groups(_patience(args), config.options.channels)
-    costs, name, kept = _from_rank_0(config, args, chunks[0], device)
+    stages = layers_of_stages(chunks, groups, config.placement(groups.pipeline, len(chunks)))
+    costs, name, kept = _from_rank_0(config, args, chunks[0], device, m, stages)
     model_config = get_model_config(chunks[0])
     if depths := heads.depths(model_config):
         costs = costs or PassCosts.default(groups.pipeline, depths)
@@ -103,7 +103,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
     if why:
         say(why)
-    request = replace(request, layers=layers_of_stages(request.frame().placement, groups, chunks))
+    request = replace(request, layers=[sum(stage) for stage in stages])
     plans = Plans(request, WriteOrder.of(chunks))
     timeline = Timeline(device)
     run = ForwardBackward(
@@ -140,13 +140,14 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
 
 
 def _from_rank_0(
-    config: FlagConfig, args: Any, model: Any, device: torch.device
+    config: FlagConfig, args: Any, model: Any, device: torch.device, m: int, stages: Sequence[StageLayers]
 ) -> tuple[PassCosts | None, str, str | None]:
     """From rank 0: the costs of the first plans, the training's name, and its kept plan."""
     shared: list[Any] = [None]
     if dist.get_rank() == 0:
         costs = None if config.costs is None else PassCosts.load(config.costs)
         name = training_name(config, args, get_model_config(model), costs, device)
+        costs = costs or first_costs(args, m, stages, device)
         folders = [Path(folder) for folder in (args.save, args.load) if folder]
         plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
         shared = [(costs, name, next(filter(None, plans), None))]
@@ -184,22 +185,15 @@ def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> tor
     return torch.zeros(shape, dtype=config.pipeline_dtype or config.params_dtype, device=device)
 
 
-def layers_of_stages(
-    placement: Placement, groups: VocabGroups, chunks: Sequence[torch.nn.Module]
-) -> tuple[int, ...]:
-    """The number of layers of each stage, which its rank knows; all ranks call this."""
-    counts = [len(layers_of(chunk)) for chunk in chunks]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (groups.stage, counts))
-    of_rank = dict(everyone)
-    stages = range(placement.num_stages)
-    return tuple(of_rank[placement.rank_of(stage)][placement.chunk_of(stage)] for stage in stages)
-
-
 def with_exchange(costs: PassCosts, p: int) -> PassCosts:
     """Costs with something for pairs to hide, a part of the shorter of F and B where they know of nothing."""
     if costs.hides:
         return costs
+    if costs.stage_ms:
+        shorter = map(min, costs.stage_ms["F_ms"], costs.stage_ms["B_ms"])
+        return replace(
+            costs, stage_ms={**costs.stage_ms, "hidden_ms": tuple(_EXCHANGE * ms for ms in shorter)}
+        )
     shorter = map(min, spread(costs.F_ms, p, "F_ms"), spread(costs.B_ms, p, "B_ms"))
     return replace(costs, hidden_ms=tuple(_EXCHANGE * ms for ms in shorter))
 
@@ -259,7 +253,7 @@ def planned(family: str, plan: Plan) -> str:
     """A line about a plan and stock Megatron's 1F1B with the same times."""
     schedule, costs = plan.schedule, plan.costs
     if costs is not None and schedule.chunks > 1:
-        costs = replace(costs, mtp_stage=None)  # 1F1B has fewer stages
+        costs = replace(costs, mtp_stage=None, layers_per_stage=None, stage_ms={})  # 1F1B has fewer stages
     stock = make_plan(BASELINE, schedule.p, schedule.m, costs=costs)
     return (
         f"{schedule.method.name} in {family}, {schedule.m} microbatches: planned {_idle_and_peak(plan)}; "

@@ -85,8 +85,8 @@ class PassCosts:
         hidden_ms: what F and B of a rank's whole share hide of each other when they run together, mostly
             their exchange between experts: F + B - FB, where FB is the time of the pair. One number, or one
             per rank; at most the shorter of F and B. Stages of unequal length hide what the shorter can.
-        stage_ms: ``F_ms``, ``B_ms``, ``W_ms`` and ``hidden_ms`` of each stage as they are, with heads and an
-            undivided layer, in place of all that is said of them above; empty, or all of the first three.
+        stage_ms: ``F_ms``, ``B_ms``, ``W_ms`` and ``hidden_ms`` of each stage's layers and heads as they are,
+            in place of those of ranks and of ``last_stage_extra``; empty, or all of the first three.
     """
 
     F_ms: PerRank
@@ -298,21 +298,28 @@ class PassTimes:
 
 def _transformer_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, list[float]]:
     """F, B and W of each stage, B without W."""
-    placement, names = schedule.placement, {type_: f"{type_.value}_ms" for type_ in _TRANSFORMER}
-    if costs.stage_ms:
-        return {type_: list(_of_stages(costs, schedule, name)) for type_, name in names.items()}
-    shares, transformer = _shares(costs, schedule), {}
-    for type_, name in names.items():
-        per_rank = spread(getattr(costs, name), schedule.p, name)
-        times = [
-            per_rank[placement.rank_of(stage)] * share / schedule.chunks for stage, share in enumerate(shares)
-        ]
-        times[placement.mtp_stage] += costs.last_stage_extra.get(name, 0.0)
+    transformer = {}
+    for type_ in _TRANSFORMER:
+        name = f"{type_.value}_ms"
+        times = list(
+            _of_stages(costs, schedule, name) if costs.stage_ms else _of_layers(costs, schedule, name)
+        )
         if not schedule.method.vocabulary_parallel:
             times[-1] += costs.last_rank_extra.get(name, 0.0)
             times[0] += costs.first_rank_extra.get(name, 0.0)
         transformer[type_] = times
     return transformer
+
+
+def _of_layers(costs: PassCosts, schedule: Schedule, name: str) -> list[float]:
+    """The time of each stage by its share of a rank's layers, with that of the heads."""
+    placement, per_rank = schedule.placement, spread(getattr(costs, name), schedule.p, name)
+    shares = _shares(costs, schedule)
+    times = [
+        per_rank[placement.rank_of(stage)] * share / schedule.chunks for stage, share in enumerate(shares)
+    ]
+    times[placement.mtp_stage] += costs.last_stage_extra.get(name, 0.0)
+    return times
 
 
 def _of_stages(costs: PassCosts, schedule: Schedule, name: str) -> tuple[float, ...]:

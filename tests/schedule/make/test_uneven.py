@@ -57,9 +57,10 @@ def test_stages_take_as_long_as_their_layers() -> None:
 def test_times_of_each_stage_take_the_place_of_all_others() -> None:
     frame = make_plan("baseline", 2, 4, family="v-zb").schedule
     row = dict.fromkeys(("F_ms", "B_ms", "W_ms"), (4.0, 3.0, 2.0, 7.0))
-    costs = replace(PassCosts.default(2), stage_ms=row, hidden_ms=1.0)
+    costs = replace(PassCosts.default(2, 1), stage_ms=row, hidden_ms=1.0, last_rank_extra={"F_ms": 5.0})
     times = PassTimes.of(costs, frame)
-    assert times.passes[PassType.F] == times.passes[PassType.W] == (4.0, 3.0, 2.0, 7.0)
+    assert times.passes[PassType.W] == (4.0, 3.0, 2.0, 7.0)
+    assert times.passes[PassType.F] == (4.0, 3.0, 2.0, 12.0)  # with the whole output layer
     assert not times.hidden
     assert not costs.hides
     assert PassCosts.from_dict(costs.to_dict()) == costs

@@ -1,0 +1,96 @@
+"""The times of the first plan, before anything is measured: from the model, the layout and the device.
+
+What matters to a plan is how stages differ: their layers, experts, heads, and the output layer. So a preset
+of the planner stands for a device that it does not know.
+
+Next: ``planning.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+
+from megatron_vocabpar.pipeline.layer_hooks import layers_of
+from megatron_vocabpar.plan.given import Given
+from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.read_arguments import job_from_arguments, model_from_arguments
+from megatron_vocabpar.plan.stage_costs import StageLayers, costs_of_stages
+from megatron_vocabpar.runtime.comm import VocabGroups
+from megatron_vocabpar.runtime.streams import machine
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.placement import Placement
+
+_STANDS_IN = "H100"  # for a device that the planner has no preset of
+
+
+def layers_of_stages(
+    chunks: Sequence[torch.nn.Module], groups: VocabGroups, placement: Placement
+) -> list[StageLayers]:
+    """The layers of every stage, as the model chunks have them; all ranks call this."""
+    mine = [_layers(unwrap_model(chunk)) for chunk in chunks]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (groups.stage, mine))
+    by_rank: dict[int, list[StageLayers]] = dict(everyone)
+    stages = range(placement.num_stages)
+    return [by_rank[placement.rank_of(stage)][placement.chunk_of(stage)] for stage in stages]
+
+
+def _layers(chunk: Any) -> StageLayers:
+    heads = len(getattr(getattr(chunk, "mtp", None), "layers", ()))
+    layers = layers_of(chunk)
+    layers = layers[: len(layers) - heads]
+    sparse = sum(hasattr(getattr(layer, "mlp", None), "router") for layer in layers)
+    return StageLayers(len(layers) - sparse, sparse, heads)
+
+
+def first_costs(args: Any, m: int, stages: Sequence[StageLayers], device: torch.device) -> PassCosts | None:
+    """Estimated times of Megatron's arguments; None for a model that the planner does not read.
+
+    Args:
+        args: Megatron's arguments.
+        m: microbatches of an iteration.
+        stages: of all stages, in the order of the pipeline.
+        device: of this rank.
+    """
+    try:
+        model = model_from_arguments(given_of(args))
+        model = replace(model, dense_layers=sum(stage.dense for stage in stages) if model.experts else 0)
+        costs = costs_of_stages(model, _job(args, m), hardware_of(device), stages)
+    except (ValueError, ZeroDivisionError):  # layers by pattern, sizes that it does not know
+        return None
+    return costs if any(costs.stage_ms["F_ms"]) else None
+
+
+def given_of(args: Any) -> Given:
+    """Megatron's parsed arguments as the planner reads those of a command line."""
+    words = {name.replace("_", "-"): value for name, value in vars(args).items()}
+    listed = {
+        name: " ".join(map(str, value)) for name, value in words.items() if isinstance(value, list | tuple)
+    }
+    values = {
+        name: "" if value is True else str(value)
+        for name, value in (words | listed).items()
+        if value is not None and value is not False
+    }
+    return Given(values, "Megatron's arguments")
+
+
+def _job(args: Any, m: int) -> Job:
+    model_parallel = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    context = getattr(args, "context_parallel_size", 1)
+    sizes = {"microbatches": m, "dp": max(1, dist.get_world_size() // (model_parallel * context))}
+    return job_from_arguments(given_of(args), sizes)
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """The planner's preset of a device, or one that stands in for it."""
+    name, presets = machine(device).upper(), hardware_presets()
+    longest = sorted((preset for preset in presets if preset in name), key=len)
+    return presets[longest[-1] if longest else _STANDS_IN]
