@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.megatron_lm.test_schedules import CHUNKS, EIGHT_LAYERS
 from tests.megatron_lm.training import pretrain, words
+from tests.support.launch_options import CHUNKS, EIGHT_LAYERS
 
 SCRIPT = Path(__file__).with_name("with_heard_launches.py")
 EXPERTS = (
