@@ -51,7 +51,7 @@ def decided(config: FlagConfig, argv: Sequence[str], world_size: int) -> tuple[F
     given = Given(read_words(argv), "the command line")
     args = _as_arguments(given)
     try:
-        return _decided(config, args, _request(config, given, args, world_size))
+        return _decided(config, args, _request(config, given, world_size))
     except (ValueError, ZeroDivisionError) as error:
         if config.layout:
             raise ValueError(f"--vocab-parallel-layout {config.layout}: {error}") from error
@@ -64,6 +64,8 @@ def _decided(config: FlagConfig, args: Any, request: Request) -> tuple[FlagConfi
         raise ValueError(f"{flags(placing)} places the layers; leave it out")
     chunks = model_chunks(args).numerator
     both = list(_candidates(config, args, request.measured, request.job.p, chunks))
+    if not both:  # the rules say what the family needs
+        return replace(config, layout=None), []
     stages, layers = request.job.p * chunks, request.model.layers
     even = [] if layers % stages else [(layers // stages,) * stages]
     here = _tried(request, both, lambda *_: [layers_of(layout)] if layout else even)
@@ -78,14 +80,14 @@ def _decided(config: FlagConfig, args: Any, request: Request) -> tuple[FlagConfi
         lines.append(f"layers are placed by {config.layout}")
     elif by_hand and (gain := best.iteration_ms / by_hand[0].iteration_ms - 1.0) >= _LEAST_GAIN:
         lines.append(f"layers by hand, {gain:.1%} faster: {' '.join(placing_flags(request, by_hand[0]))}")
-    return _built_for(config, best, chunks), lines
+    return _built_for(config, best, chunks, request.max_activations), lines
 
 
-def _request(config: FlagConfig, given: Given, args: Any, world_size: int) -> Request:
+def _request(config: FlagConfig, given: Given, world_size: int) -> Request:
     """The question to the planner."""
-    p = getattr(args, "pipeline_model_parallel_size", 1)
-    parallel = p * getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "context_parallel_size", 1)
-    sizes = {"pp": p, "dp": max(1, world_size // parallel)}
+    names = ("pipeline-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size")
+    p, t, c = (given.number(name, 1) for name in names)
+    sizes = {"pp": p, "dp": max(1, world_size // (p * t * c))}
     if "global-batch-size" not in given:
         sizes["microbatches"] = 1
     cap = config.max_activations
@@ -166,10 +168,10 @@ def _comparison(asked: str, tried: Sequence[Choice]) -> str:
     return f"{asked} builds the model for {best.name}, as estimated for {_DEVICE}; others: {others or 'none'}"
 
 
-def _built_for(config: FlagConfig, best: Choice, chunks: int) -> FlagConfig:
+def _built_for(config: FlagConfig, best: Choice, chunks: int, cap: float | None) -> FlagConfig:
     """The flags for the fastest choice; they leave open what can be chosen with the model that it needs."""
     if best.method == BASELINE:
         config = replace(config, method=BASELINE)
     if family_named(best.family) not in config.families(chunks):
-        config = replace(config, method=best.method, family=best.family)
+        config = replace(config, method=best.method, family=best.family, max_activations=cap)
     return config

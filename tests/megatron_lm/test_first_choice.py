@@ -117,9 +117,9 @@ def test_auto_trains_with_whole_vocabulary_layers_by_hand() -> None:
         *words(f"{ENABLE} --vocab-parallel-family auto --pipeline-model-parallel-layout {layout}"),
         pp=2,
         vocab_size=64,
-        iterations=2,
+        iterations=4,
     )
     assert "> vocabulary parallelism: auto builds the model for baseline in " in log.text
     assert "> vocabulary parallelism: method baseline, family " in log.text
-    stock = pretrain(*words(f"--pipeline-model-parallel-layout {layout}"), pp=2, vocab_size=64, iterations=2)
+    stock = pretrain(*words(f"--pipeline-model-parallel-layout {layout}"), pp=2, vocab_size=64, iterations=4)
     assert log.losses == pytest.approx(stock.losses, rel=1e-5)
