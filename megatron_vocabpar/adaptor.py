@@ -8,11 +8,18 @@ Next: ``megatron_lm/bindings.py``, the table of what is replaced.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
 
 if is_asked_for(sys.argv[1:]):
+    from megatron_vocabpar.megatron_lm.first_choice import decided
     from megatron_vocabpar.megatron_lm.patch import apply
 
-    apply(config_from_argv(sys.argv[1:]))
+    config, lines = decided(
+        config_from_argv(sys.argv[1:]), sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print(*(f"> vocabulary parallelism: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
+    apply(config)

@@ -43,7 +43,7 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
     config = config_from_argv([ENABLE, *words])
     defaults = config_from_argv([ENABLE])
-    unused = ("timeline", "costs", "redistribute")
+    unused = ("timeline", "costs", "redistribute", "layout")
     asked = [name for name in unused if getattr(config, name) != getattr(defaults, name)]
     ours = asked_for(config.options, ("independent_init", "metrics"))
     asked += [spell(name, getattr(config.options, name)) for name in ours]

@@ -29,7 +29,7 @@ class FlagConfig:
         method: a name of ``schedule.words.methods``; ``baseline`` if no flag changes anything.
         family: one of ``FAMILIES``; ``baseline`` and ``redis`` on 1f1b run Megatron's own schedule.
         options: how the vocabulary layers are computed.
-        methods: the methods that ``auto`` chooses from.
+        methods: the methods that ``auto`` and ``search`` choose from.
         hides_exchange: Megatron is asked to hide the exchange between experts, so ``search`` and ``auto`` may
             choose schedules with pairs.
         redistribute: transformer layers move away from the last stage.
@@ -79,6 +79,12 @@ class FlagConfig:
         metavar="ITER",
         least=1,
     )
+    layout: str | None = option(
+        None,
+        "Place the layers where an iteration is estimated to be the shortest.",
+        page="In place of `--pipeline-model-parallel-layout`; see [Schedules](#schedules).",
+        choices=("auto",),
+    )
     strict: bool = option(
         False,
         "End, and not only warn, where Megatron or a combination of flags has not been run.",
@@ -98,6 +104,11 @@ class FlagConfig:
     def runs_our_schedule(self) -> bool:
         """Whether Megatron's own schedule is replaced."""
         return self.partitions_vocabulary or self.family != "1f1b"
+
+    @property
+    def leaves_open(self) -> bool:
+        """Whether the vocabulary layers may be whole or partitioned, whichever is faster."""
+        return self.partitions_vocabulary and BASELINE in self.methods
 
     @property
     def is_placed(self) -> bool:

@@ -23,6 +23,7 @@ from megatron_vocabpar.pipeline.options import (
     options_of,
 )
 from megatron_vocabpar.pipeline.rules.options import conflicts, wrong_values
+from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.words.methods import (
     BASELINE,
     DEFAULT,
@@ -173,7 +174,7 @@ def config_from(args: Any) -> FlagConfig:
     config = FlagConfig(
         enabled=method != BASELINE or args.vocab_parallel_family != "1f1b",
         options=options,
-        methods=_open_methods(options, methods) if args.vocab_parallel_family == AUTO else (),
+        methods=_open_methods(args.vocab_parallel_family, options, methods),
         redistribute=redistribute,
         final_stage_layers=args.final_stage_num_layers,
         **values,
@@ -213,15 +214,14 @@ def _methods(args: Any) -> dict[str, str]:
     return methods
 
 
-def _open_methods(options: VocabOptions, named: dict[str, str]) -> tuple[str, ...]:
-    """The method that is named; else those that partition the vocabulary layers and take the options."""
+def _open_methods(family: str, options: VocabOptions, named: dict[str, str]) -> tuple[str, ...]:
+    """The method that is named; else those that take the options, in a search the default or none of ours."""
+    if family not in (AUTO, SEARCH):
+        return ()
     if named:
         return tuple(set(named.values()))
-    return tuple(
-        name
-        for name, method in METHODS.items()
-        if method.vocabulary_parallel and not conflicts(options, method)
-    )
+    known = [name for name in METHODS if name != REDIS] if family == AUTO else [DEFAULT, BASELINE]
+    return tuple(name for name in known if not conflicts(options, method_named(name)))
 
 
 def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:
@@ -244,7 +244,7 @@ def _check(config: FlagConfig, args: Any) -> None:
         )
     problems = conflicts(config.options, method_named(config.method), spell=spell)
     problems += [f"{found.asked}: {found.against}" for found in wrong_values(config, spell)]
-    names = ("costs", "profile_iterations", "max_activations", "timeline")
+    names = ("costs", "profile_iterations", "max_activations", "timeline", "layout")
     plans = [spell(name, value) for name, value in _values(FlagConfig, args).items() if name in names]
     if plans and not config.runs_our_schedule:
         problems.append(

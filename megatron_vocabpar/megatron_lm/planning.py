@@ -57,8 +57,8 @@ def say(line: str) -> None:
         print(f"> vocabulary parallelism: {line}", flush=True)
 
 
-def check_same_everywhere() -> None:
-    """Compare our flags and the versions of all ranks; all ranks call this.
+def check_same_everywhere(config: FlagConfig) -> None:
+    """Compare our flags, what follows from them, and the versions of all ranks; all ranks call this.
 
     Raises:
         ValueError: on every rank, naming what differs where, or the ranks that have not called it in half
@@ -68,6 +68,7 @@ def check_same_everywhere() -> None:
 
     args = get_args()
     flags = {flag.flag: getattr(args, flag.attribute) for flag in FLAGS}
+    flags |= {"method": config.method, "family": config.family, "layout": config.layout}
     ours = versions() | {"megatron-core": megatron_version}
     agree("flags and versions", flags | ours, _patience(args) / 2)
 
@@ -230,11 +231,13 @@ def plan_request(
     cap = asked.max_activations
     if cap is None:
         cap = claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
-    known = [name for name in config.methods if costs is None or name in costs.methods]
+    whole = not config.partitions_vocabulary
+    methods = [name for name in config.methods if whole != method_named(name).vocabulary_parallel]
+    known = [name for name in methods if costs is None or name in costs.methods]
     requests = [
         replace(asked, method=method, family=family, max_activations=cap)
         for family in fitting
-        for method in known or config.methods
+        for method in known or methods
     ]
     times = [(simulate(plan_for(each)).iteration_ms, each) for each in requests]
     best_ms, best = min(times, key=lambda timed: timed[0])

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from math import log
 from typing import Any
 
@@ -93,6 +93,9 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
         if config.runs_our_schedule:
             check_script(vars(sys.modules["__main__"]))
+        if config.layout:
+            args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
+            args.pipeline_model_parallel_layout = config.layout
         warning = check(args, config, [*_version_not_read(), *vars(args).pop(_NOT_RUN, ())])
         check_costs(args, config)
         if config.redistribute:
@@ -200,7 +203,7 @@ def model_class(
     signature = inspect.signature(original)
     embeddings: list[Any] = []  # of first stages whose last stage is not built yet
     # Before the first chunk is made, which may communicate.
-    compare_once = cache(compare or check_same_everywhere)
+    compare_once = cache(compare or partial(check_same_everywhere, flags))
 
     class Model(*bases):  # type: ignore[misc]
         """megatron-core's model as the training script builds it, placed as the schedule has it."""

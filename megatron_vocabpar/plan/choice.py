@@ -30,6 +30,8 @@ class Request:
         limit_gib: the most GiB that a GPU may hold.
         measured: measured times, which replace the estimates.
         prices: what layers take beside others, by the name of the reading; the first one orders choices.
+        max_activations: the most microbatches whose activations a rank may hold; by default what each
+            family needs.
     """
 
     model: Model
@@ -38,6 +40,7 @@ class Request:
     limit_gib: float
     measured: PassCosts | None = None
     prices: Mapping[str, Price] = field(default_factory=readings, hash=False)
+    max_activations: float | None = None
 
     def costs(self, factor: float = 1.0) -> PassCosts:
         """The times of all passes, for even layers; those of layers ``factor`` times as long."""

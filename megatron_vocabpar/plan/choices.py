@@ -140,23 +140,30 @@ def choices_of(
     method, family = method_named(method_name), family_named(name)
     try:
         layouts = layer_counts(request, method, family)[:most]
-        return [_played(request, method, family, layers, microbatches, below_ms) for layers in layouts]
+        return [played(request, method, family, layers, microbatches, below_ms) for layers in layouts]
     except ValueError as error:
         return [Choice(method.name, family.name, problem=str(error))]
 
 
-def _played(
+def played(
     request: Request,
     method: Method,
     family: Family,
     layers: tuple[int, ...],
-    microbatches: int | None,
-    below_ms: float,
+    microbatches: int | None = None,
+    below_ms: float = inf,
 ) -> Choice:
-    job = request.job
+    """One method in one family with these layers of each stage; arguments as for ``choices_of``.
+
+    Raises:
+        ValueError: if it cannot run.
+    """
+    job, most = request.job, request.max_activations
     m = min(job.m, microbatches or request.few)
     costs = costs_of(request, layers)
-    problem = Problem.of(PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs))
+    problem = Problem.of(
+        PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs, max_activations=most)
+    )
     each, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
     least_ms = job.m * max(each)  # most often this suffices, and it is quick
     if least_ms < below_ms:
@@ -165,9 +172,9 @@ def _played(
         least_ms = priced_ms(request, least_ms, layers_share, busy)[0]
     if least_ms >= below_ms:
         return Choice(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
-    played, *_ = problem.played(_PASSES)
-    schedule = problem.schedule(played)
-    length_ms, idle = _extended(problem, schedule, played.end, job.m - m)
+    best, *_ = problem.played(_PASSES)
+    schedule = problem.schedule(best)
+    length_ms, idle = _extended(problem, schedule, best.end, job.m - m)
     use = Use(1.0 - idle)
     if method.vocabulary_parallel:
         launched = launch_when_ready(schedule, lower(schedule, costs), problem.times, layers)

@@ -73,9 +73,14 @@ class Layout(NamedTuple):
     overlaps: bool = False
 
 
+def layout_of(counts: tuple[int, ...], depths: int) -> str:
+    """Megatron's layout for these layers per stage; heads of multi-token prediction come before the loss."""
+    return f"{layout(counts)[:-1]}{'m' * depths}L"
+
+
 def written(counts: tuple[int, ...], depths: int) -> str:
-    """Megatron's flag for these layers per stage; heads of multi-token prediction come before the loss."""
-    return f"--pipeline-model-parallel-layout '{layout(counts)[:-1]}{'m' * depths}L'"
+    """Megatron's flag for it."""
+    return f"--pipeline-model-parallel-layout '{layout_of(counts, depths)}'"
 
 
 def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:

@@ -22,6 +22,7 @@ from typing import Any
 import typing_extensions
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, recognise
+from megatron_vocabpar.megatron_lm.first_choice import decided
 from megatron_vocabpar.megatron_lm.flags import FLAGS, config_from_argv
 from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
 from megatron_vocabpar.megatron_lm.rules.arguments import declared
@@ -79,7 +80,7 @@ def adaptor_first(_: list[str]) -> dict[str, Any]:
 
 def arguments(argv: list[str]) -> dict[str, Any]:
     """Megatron's validated arguments of a command line with our flags."""
-    patch = apply(config_from_argv(argv))
+    patch = apply(decided(config_from_argv(argv), argv, int(os.environ["WORLD_SIZE"]))[0])
     module = importlib.import_module("megatron.training.arguments")
     args = module.parse_args(lambda parser: (parser.add_argument("--of-the-script"), parser)[1])
     assert hasattr(args, "of_the_script")

@@ -96,7 +96,7 @@ CHUNKS = (
         "choose another number, or place them with --pipeline-model-parallel-layout"),
 )  # fmt: skip
 
-_PLACING = (
+PLACING = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "hybrid_override_pattern"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -106,7 +106,7 @@ _REDISTRIBUTE = "--enable-layer-redistribution"
 REDISTRIBUTION = (
     Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.p < 2, "there is no other stage",
         "give --pipeline-model-parallel-size of at least 2"),
-    Rule(f"{_REDISTRIBUTE} with {{found}}", lambda f: f.redistributes and flags(filter(f.is_set, _PLACING)),
+    Rule(f"{_REDISTRIBUTE} with {{found}}", lambda f: f.redistributes and flags(filter(f.is_set, PLACING)),
         "it places the layers itself", "leave out {found}"),
     Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.chunks != 1 and not f.runs_ours,
         "Megatron's own schedule has one model chunk per rank on 1f1b", "leave out what asks for several"),

@@ -1,0 +1,177 @@
+"""What ``auto`` and ``search`` build the model for: whole or partitioned vocabulary layers, and a layout.
+
+The schedule is chosen once the model is there. Which ranks have its layers is settled before, of what is then
+known: the command line, the same on every rank. The planner reads it, with an H100 in place of the device.
+
+Next: ``first_costs.py`` and ``planning.py``, which choose the schedule.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
+from megatron_vocabpar.megatron_lm.layouts import layers_of, model_chunks, written_out
+from megatron_vocabpar.megatron_lm.rules.check import facts_of
+from megatron_vocabpar.megatron_lm.rules.layouts import PLACING
+from megatron_vocabpar.pipeline.rules.model import WHOLE
+from megatron_vocabpar.pipeline.rules.options import OPTIONS
+from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, ask, flags
+from megatron_vocabpar.plan.advice import placing_flags
+from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choices import played
+from megatron_vocabpar.plan.given import Given, read_words
+from megatron_vocabpar.plan.hardware import hardware_presets
+from megatron_vocabpar.plan.layer_counts import layer_counts
+from megatron_vocabpar.plan.read_arguments import job_from_arguments, model_from_arguments
+from megatron_vocabpar.plan.stock import layout_of
+from megatron_vocabpar.schedule.make.families import SEARCH, Family, claimed_peak, families, family_named
+from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_1, VOCAB_2, Method, method_named
+
+_DEVICE = "H100"
+_COMPARED = (BASELINE, VOCAB_1, VOCAB_2)
+_LEAST_GAIN = 0.01  # that a layout is recommended for
+
+
+def decided(config: FlagConfig, argv: Sequence[str], world_size: int) -> tuple[FlagConfig, list[str]]:
+    """The flags with which the model is built, and lines for rank 0 to print.
+
+    Raises:
+        ValueError: if a layout is asked for that cannot be found, with the reason.
+    """
+    if not config.runs_our_schedule or config.redistribute:
+        return config, []
+    given = Given(read_words(argv), "the command line")
+    args = _as_arguments(given)
+    try:
+        return _decided(config, args, _request(config, given, world_size))
+    except (ValueError, ZeroDivisionError) as error:
+        if config.layout:
+            raise ValueError(f"--vocab-parallel-layout {config.layout}: {error}") from error
+        return config, [f"{config.family} leaves out {BASELINE}: {error}"] if config.leaves_open else []
+
+
+def _decided(config: FlagConfig, args: Any, request: Request) -> tuple[FlagConfig, list[str]]:
+    layout, placing = written_out(args), [name for name in PLACING if getattr(args, name, None)]
+    if placing and (config.layout or not layout):
+        raise ValueError(f"{flags(placing)} places the layers; leave it out")
+    chunks = model_chunks(args).numerator
+    both = list(_candidates(config, args, request.measured, request.job.p, chunks))
+    if not both:  # the rules say what the family needs
+        return replace(config, layout=None), []
+    stages, layers = request.job.p * chunks, request.model.layers
+    even = [] if layers % stages else [(layers // stages,) * stages]
+    here = _tried(request, both, lambda *_: [layers_of(layout)] if layout else even)
+    by_hand = [] if layout else _tried(request, both, partial(layer_counts, request))
+    tried = by_hand if config.layout else here
+    if not tried:
+        raise ValueError(f"{layers} layers fit no schedule of {stages} stages")
+    lines = [_comparison(config.family, tried)] if len(both) > 1 else []
+    best = tried[0]
+    if config.layout:
+        config = replace(config, layout=layout_of(best.layers, request.model.mtp_depths))
+        lines.append(f"layers are placed by {config.layout}")
+    elif by_hand and (gain := best.iteration_ms / by_hand[0].iteration_ms - 1.0) >= _LEAST_GAIN:
+        lines.append(f"layers by hand, {gain:.1%} faster: {' '.join(placing_flags(request, by_hand[0]))}")
+    return _built_for(config, best, chunks, request.max_activations), lines
+
+
+def _request(config: FlagConfig, given: Given, world_size: int) -> Request:
+    """The question to the planner."""
+    names = ("pipeline-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size")
+    p, t, c = (given.number(name, 1) for name in names)
+    sizes = {"pp": p, "dp": max(1, world_size // (p * t * c))}
+    if "global-batch-size" not in given:
+        sizes["microbatches"] = 1
+    cap = config.max_activations
+    if cap is None and config.family in (AUTO, SEARCH):
+        cap = claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
+    return Request(
+        model_from_arguments(given),
+        job_from_arguments(given, sizes),
+        hardware_presets()[_DEVICE],
+        limit_gib=inf,
+        measured=None if config.costs is None else PassCosts.load(config.costs),
+        max_activations=cap,
+    )
+
+
+def _as_arguments(given: Given) -> SimpleNamespace:
+    """Flags as Megatron's parser names them, with numbers and lists as such."""
+
+    def value(text: str) -> Any:
+        try:
+            return literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text or True
+
+    return SimpleNamespace(
+        **{"pipeline_model_parallel_size": 1, "position_embedding_type": "learned_absolute"}
+        | {name.replace("-", "_"): value(text) for name, text in given.values.items()}
+    )
+
+
+def _candidates(
+    config: FlagConfig, args: Any, measured: PassCosts | None, p: int, chunks: int
+) -> Iterator[tuple[Method, Family]]:
+    """What the flags leave open, with the families that these model chunks allow."""
+    if config.family in (AUTO, SEARCH) and p > 1:
+        known = tuple(f for f in families().values() if config.hides_exchange or not f.pairs)
+    else:
+        known = config.families(chunks)
+    for name in [name for name in config.methods if name in _COMPARED] or [config.method]:
+        if name == BASELINE != config.method and not _may_be_whole(config, args, measured):
+            continue
+        for family in known:
+            if family.allows(chunks):
+                yield method_named(name), replace(family, chunks=chunks)
+
+
+def _may_be_whole(config: FlagConfig, args: Any, measured: PassCosts | None) -> bool:
+    """Whether the vocabulary layers may be whole, and measured costs, if any, say what they take."""
+    facts = facts_of(args, replace(config, method=BASELINE))
+    return not ask(facts, WHOLE, OPTIONS)[IMPOSSIBLE] and (measured is None or bool(measured.last_rank_extra))
+
+
+def _tried(
+    request: Request,
+    both: Sequence[tuple[Method, Family]],
+    layouts: Callable[[Method, Family], Sequence[tuple[int, ...]]],
+) -> list[Choice]:
+    """Those that can run, the fastest first."""
+    choices = []
+    for method, family in both:
+        try:
+            choices += [played(request, method, family, layers) for layers in layouts(method, family)]
+        except ValueError:  # stages that layers cannot fill, a cap that is too low
+            continue
+    return sorted(choices, key=lambda choice: choice.iteration_ms)
+
+
+def _comparison(asked: str, tried: Sequence[Choice]) -> str:
+    """A line on each method in its fastest family."""
+    best, fastest = tried[0], {tried[0].method: tried[0]}
+    for choice in tried:
+        fastest.setdefault(choice.method, choice)
+    others = ", ".join(
+        f"{choice.name} {choice.iteration_ms / best.iteration_ms - 1:+.1%}"
+        for choice in fastest.values()
+        if choice is not best
+    )
+    return f"{asked} builds the model for {best.name}, as estimated for {_DEVICE}; others: {others or 'none'}"
+
+
+def _built_for(config: FlagConfig, best: Choice, chunks: int, cap: float | None) -> FlagConfig:
+    """The flags for the fastest choice; they leave open what can be chosen with the model that it needs."""
+    if best.method == BASELINE:
+        config = replace(config, method=BASELINE)
+    if family_named(best.family) not in config.families(chunks):
+        config = replace(config, method=best.method, family=best.family, max_activations=cap)
+    return config
