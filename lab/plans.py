@@ -79,7 +79,7 @@ def _in_short(recommended: str, gains: str, decided: str) -> str:
         return "–"
     pipeline = sizes.split(",")[0]
     if decided == "no":
-        return f"undecided: {choice}, {pipeline}: {gains}"
+        return f"undecided: {gains}"
     if choice.startswith("stock"):
         return "stock, no pipeline" if pipeline == "p 1" else f"stock, {pipeline}"
     return f"**{choice}**, {pipeline}: {gains}"
