@@ -20,9 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from statistics import fmean
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from lab.paper.measured import MeasuredRow, play
 from megatron_vocabpar.plan.price import Price, Use, readings
@@ -33,6 +31,10 @@ from megatron_vocabpar.schedule.play.residence import (
     transferring_beside_layers,
 )
 from megatron_vocabpar.schedule.words.methods import METHODS
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MULTIPROCESSORS = 108  # A100
 LAYERS = ("F_us_per_rank", "B_us_per_rank")
@@ -86,6 +88,8 @@ def use_of(row: MeasuredRow, events: Events) -> Use:
 
 def fitted(reading: str, rows: Sequence[MeasuredRow], uses: Sequence[Use]) -> Fit:
     """The fit of a reading to rows and the shares of their simulations."""
+    import numpy as np  # no other table needs it
+
     lengths = sorted({row.seq_length for row in rows})
     measured = np.array([layers_ms(row) for row in rows])
     waiting = reading == "waiting"

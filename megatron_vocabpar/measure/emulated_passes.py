@@ -118,11 +118,12 @@ class _Iteration:
     def _pass(self, item: Pass | Pair) -> None:
         """Sleep in parts: up to each launch inside the pass, and to its end."""
         self._wait_for_needs(item)
-        begin_s, ms = time.monotonic(), self._ms(item)
+        ms, done = self._ms(item), 0.0
         for share in self.between.shares:
-            _sleep_until(begin_s, share * ms)
+            _sleep((share - done) * ms)
             self.between.reached(share)
-        _sleep_until(begin_s, ms)
+            done = share
+        _sleep((1.0 - done) * ms)
 
     def _in_step(self, pass_: Pass) -> None:
         """A pass that all ranks run together, with two collectives inside."""
@@ -250,5 +251,5 @@ def _sleep(ms: float) -> None:
 
 
 def _sleep_until(since_s: float, ms: float) -> None:
-    """Sleep until ``ms`` have passed since ``since_s``, and at least a nanosecond."""
-    _sleep((since_s - time.monotonic()) * 1e3 + ms)
+    """Sleep until ``ms`` have passed since ``since_s``."""
+    time.sleep(max(since_s + ms / 1e3 - time.monotonic(), 0.0))

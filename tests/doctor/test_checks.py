@@ -188,7 +188,7 @@ def test_a_collective_beside_products_is_timed(what: str) -> None:
 def _wrong(rank: int) -> tuple[list[str], list[str]]:
     groups = create_groups((0, rank, 0), 2, 1)
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(communicators, "all_reduce", lambda groups, group, tensor, *op: tensor)
+    monkeypatch.setattr(communicators, "all_reduce", lambda groups, tensor, *op: tensor)
     monkeypatch.setattr(
         communicators, "PointToPoint", lambda groups: SimpleNamespace(
             send=lambda message, stage: None,

@@ -252,7 +252,7 @@ def train() -> Iterator[BadInput]:
 
 
 EXPERIMENT = {
-    "name": "a", "gpus": "2", "tp": "1", "schedule": "1f1b", "method": "vocab-2", "layers": "4", "hidden": "32", "heads": "4", "seq_length": "64", "vocab_k": "16",
+    "name": "a", "gpus": "2", "tp": "1", "family": "1f1b", "method": "vocab-2", "layers": "4", "hidden": "32", "heads": "4", "seq_length": "64", "vocab_k": "16",
     "micro_batch": "1", "microbatches": "8", "iterations": "8", "warmup": "2", "lr": "1e-3",
 }  # fmt: skip
 
@@ -266,7 +266,7 @@ def artifact() -> Iterator[BadInput]:
     run = "lab artifact run {}/x.csv --megatron {} --dry-run"
     yield from (replace_file(bad, "x.csv") for bad in junk("artifact", run, "x.csv"))
     for name, (changes, says) in {
-        "method": ({"method": "x"}, "unknown method 'x'"), "schedule": ({"schedule": "x"}, "unknown family 'x'"), "gpus-zero": ({"gpus": "0"}, "gpus is 0"),
+        "method": ({"method": "x"}, "unknown method 'x'"), "family": ({"family": "x"}, "unknown family 'x'"), "gpus-zero": ({"gpus": "0"}, "gpus is 0"),
         "tp-zero": ({"tp": "0"}, "tp is 0; give a number above 0"), "tp-negative": ({"tp": "-1"}, "tp is -1"), "gpus-text": ({"gpus": "x"}, "column 'gpus': 'x'; give a number"),
         "layers-empty": ({"layers": ""}, "column 'layers': ''"), "warmup": ({"warmup": "8"}, "8 warm-up iterations of 8"), "lr": ({"lr": "nan"}, "lr is nan"),
         "lr-text": ({"lr": "x"}, "column 'lr'"), "odd": ({"gpus": "3", "tp": "2"}, "3 GPUs are not a multiple of 2"), "layers-zero": ({"layers": "0"}, "layers is 0"),

@@ -168,7 +168,8 @@ def test_ranks_that_do_not_run_the_same_program_are_found() -> None:
     row = list(plan.program[0])
     first, second = (k for k, item in enumerate(row) if item.type is CommType.SEND_F)
     row[first], row[second] = row[second], row[first]
-    other = SimpleNamespace(schedule=plan.schedule, costs=plan.costs, program=(tuple(row), plan.program[1]))
+    programs = (tuple(row), plan.program[1])
+    other = SimpleNamespace(schedule=plan.schedule, costs=plan.costs, program=programs, late={})
     message = r"rank 1, pass 1F0 \(F of microbatch 0\): RuntimeError: a message of microbatch 1 came"
     with pytest.raises(AssertionError, match=message):
         run_ranks(2, _run_own, [other, plan])

@@ -162,7 +162,6 @@ def check(folder: Path, setting: str, layout: str) -> None:
         ("two further heads", "v-half pp2 baseline"),
         ("experts", "v-half pp2 baseline"),
         ("tied", "v-half pp2 baseline"),
-        ("two further heads", "v-zb pp2 baseline, uneven"),
         ("tied", "pp2 tp2"),
         ("tied", "v-half pp2"),
         ("experts", "pp2"),

@@ -280,8 +280,8 @@ def test_what_could_be_the_fastest_is_simulated_in_full(monkeypatch: pytest.Monk
     def found(name: str, ms: float, exact: bool = False) -> Found:
         family = "v-zb" if name in "acd" else "zb-h1"
         choice: Any = SimpleNamespace(
-            name=name, iteration_ms=ms, exact=exact, fits=lambda _: name != "b", stock=False, method="",
-            family=family,
+            name=name, iteration_ms=ms, other_ms=ms, exact=exact, fits=lambda _: name != "b", stock=False,
+            method="", family=family,
         )  # fmt: skip
         return Found(request, choice)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from random import Random
 from statistics import fmean
 
 import pytest
 
+from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.hang import MODELS, find_hangs, iteration_ms
@@ -19,6 +20,7 @@ from megatron_vocabpar.schedule.play.residence import resident_beside_layers
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, parse
 from megatron_vocabpar.schedule.words.schedule import ScheduleError
 from tests.schedule import reference_queues
@@ -174,3 +176,21 @@ def test_launches_inside_a_pass_keep_their_order() -> None:
     assert parse(str(first)) == first
     with pytest.raises(ScheduleError, match=f"late launch: rank .*{first}.*{second} is launched inside"):
         replace(plan, late={**plan.late, first: 0.9, second: 0.1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families())
+def test_no_program_hangs_in_any_model(family: str) -> None:
+    """Every method in every family, on 2, 4 and 8 ranks."""
+    late = 0
+    for p, method in product((2, 4, 8), METHODS):
+        costs = replace(PassCosts.default(p), hidden_ms=2.0)
+        try:
+            plan = make_plan(method, p, 2 * p + 1, family=family, costs=costs)
+        except ValueError:
+            continue  # redis has one chunk a rank
+        plan = plan.launched_late([4] * plan.schedule.placement.num_stages)
+        late += len(plan.late)
+        hangs = find_hangs(plan.schedule, plan.program, late=plan.late)
+        assert not any(hangs.values()), (p, method)
+    assert late > 0
