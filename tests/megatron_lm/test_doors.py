@@ -256,7 +256,7 @@ def test_contradicting_options(argv: str, message: str) -> None:
         (f"{ENABLE} --vocab-parallel-family zb-h1", FlagConfig(True, "vocab-2", "zb-h1")),
         (
             f"{ENABLE} --vocab-parallel-method baseline --vocab-parallel-family search",
-            FlagConfig(True, "baseline", "search"),
+            FlagConfig(True, "baseline", "search", methods=("baseline",)),
         ),
         (
             f"{ENABLE} --vocab-parallel-family auto --vocab-parallel-max-activations 4.5",
@@ -264,7 +264,7 @@ def test_contradicting_options(argv: str, message: str) -> None:
                 True,
                 "vocab-2",
                 "auto",
-                methods=("naive", "vocab-1", "vocab-2", "interlaced"),
+                methods=("baseline", "naive", "vocab-1", "vocab-2", "interlaced"),
                 max_activations=4.5,
             ),
         ),
