@@ -17,9 +17,9 @@ if is_asked_for(sys.argv[1:]):
     from megatron_vocabpar.megatron_lm.first_choice import decided
     from megatron_vocabpar.megatron_lm.patch import apply
 
-    config, lines = decided(
-        config_from_argv(sys.argv[1:]), sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))
-    )
-    if os.environ.get("RANK", "0") == "0":
-        print(*(f"> vocabulary parallelism: {line}" for line in lines), sep="\n", end="\n" * bool(lines))
+    argv, world_size = sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))
+    prints = os.environ.get("RANK", "0") == "0"
+    config, lines = decided(config_from_argv(argv), argv, world_size, prints=prints)
+    for line in lines if prints else ():
+        print(f"> vocabulary parallelism: {line}")
     apply(config)

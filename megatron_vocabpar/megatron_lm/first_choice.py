@@ -40,8 +40,19 @@ _COMPARED = (BASELINE, VOCAB_1, VOCAB_2)
 _LEAST_GAIN = 0.01  # that a layout is recommended for
 
 
-def decided(config: FlagConfig, argv: Sequence[str], world_size: int) -> tuple[FlagConfig, list[str]]:
-    """The flags with which the model is built, and lines for rank 0 to print.
+def decided(
+    config: FlagConfig, argv: Sequence[str], world_size: int, *, prints: bool = True
+) -> tuple[FlagConfig, list[str]]:
+    """The flags with which the model is built, the same on every rank, and lines to print.
+
+    Playing schedules takes seconds. So where the flags leave nothing open, only the rank that prints looks
+    for layers by hand to recommend.
+
+    Args:
+        config: our flags.
+        argv: the command line.
+        world_size: processes of the job.
+        prints: whether this rank prints the lines.
 
     Raises:
         ValueError: if a layout is asked for that cannot be found, with the reason.
@@ -51,14 +62,14 @@ def decided(config: FlagConfig, argv: Sequence[str], world_size: int) -> tuple[F
     given = Given(read_words(argv), "the command line")
     args = _as_arguments(given)
     try:
-        return _decided(config, args, _request(config, given, world_size))
+        return _decided(config, args, _request(config, given, world_size), prints)
     except (ValueError, ZeroDivisionError) as error:
         if config.layout:
             raise ValueError(f"--vocab-parallel-layout {config.layout}: {error}") from error
         return config, [f"{config.family} leaves out {BASELINE}: {error}"] if config.leaves_open else []
 
 
-def _decided(config: FlagConfig, args: Any, request: Request) -> tuple[FlagConfig, list[str]]:
+def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> tuple[FlagConfig, list[str]]:
     layout, placing = written_out(args), [name for name in PLACING if getattr(args, name, None)]
     if placing and (config.layout or not layout):
         raise ValueError(f"{flags(placing)} places the layers; leave it out")
@@ -66,10 +77,15 @@ def _decided(config: FlagConfig, args: Any, request: Request) -> tuple[FlagConfi
     both = list(_candidates(config, args, request.measured, request.job.p, chunks))
     if not both:  # the rules say what the family needs
         return replace(config, layout=None), []
+    names = [(method.name, family.name) for method, family in both]
+    is_settled = names == [(config.method, config.family)] and not config.layout
+    if is_settled and (layout or not prints):
+        return config, []
     stages, layers = request.job.p * chunks, request.model.layers
     even = [] if layers % stages else [(layers // stages,) * stages]
     here = _tried(request, both, lambda *_: [layers_of(layout)] if layout else even)
-    by_hand = [] if layout else _tried(request, both, partial(layer_counts, request))
+    wanted = not layout and (config.layout or prints)
+    by_hand = _tried(request, both, partial(layer_counts, request)) if wanted else []
     tried = by_hand if config.layout else here
     if not tried:
         raise ValueError(f"{layers} layers fit no schedule of {stages} stages")

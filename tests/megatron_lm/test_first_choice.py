@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vocabpar.megatron_lm import first_choice
 from megatron_vocabpar.megatron_lm.first_choice import decided
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import OVERLAP, config_from_argv
@@ -122,3 +123,19 @@ def test_auto_trains_with_whole_vocabulary_layers_by_hand() -> None:
     assert chosen is not None
     asked = pretrain(*words(f"{layout} {chosen[1]} --vocab-parallel-method baseline"), **sizes)
     assert log.losses == asked.losses
+
+
+@pytest.mark.parametrize("flags", [
+    f"--vocab-parallel-family auto {TWO}", "--vocab-parallel-family zb-h1", "--vocab-parallel-layout auto",
+    "--vocab-parallel-family zb-h1 --pipeline-model-parallel-layout Et*9|t*9|t*9|t*5L",
+])  # fmt: skip
+def test_all_ranks_decide_alike_and_none_plays_for_a_line_that_it_does_not_print(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = f"{LLAMA} --vocab-size 128000 {flags}".split()
+    config, _ = decided(config_from_argv(argv), argv, 4)
+    plays: list[object] = []
+    play = first_choice.played
+    monkeypatch.setattr(first_choice, "played", lambda *each: plays.append(each) or play(*each))
+    assert decided(config_from_argv(argv), argv, 4, prints=False)[0] == config
+    assert bool(plays) == ("auto" in flags)
