@@ -19,8 +19,7 @@ from megatron.core.utils import unwrap_model
 from megatron_vocabpar.pipeline.layer_hooks import layers_of
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
-from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.read_arguments import job_from_arguments, model_from_arguments
+from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
 from megatron_vocabpar.plan.stage_costs import StageLayers, costs_of_stages
 from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.runtime.streams import machine
@@ -60,9 +59,11 @@ def first_costs(args: Any, m: int, stages: Sequence[StageLayers], device: torch.
         device: of this rank.
     """
     try:
-        model = model_from_arguments(given_of(args))
+        given = given_of(args)
+        model = model_from_arguments(given)
         model = replace(model, dense_layers=sum(stage.dense for stage in stages) if model.experts else 0)
-        costs = costs_of_stages(model, _job(args, m), hardware_of(device), stages)
+        job = job_of_processes(given, dist.get_world_size(), m)
+        costs = costs_of_stages(model, job, hardware_of(device), stages)
     except (ValueError, ZeroDivisionError):  # layers by pattern, sizes that it does not know
         return None
     return costs if any(costs.stage_ms["F_ms"]) else None
@@ -80,13 +81,6 @@ def given_of(args: Any) -> Given:
         if value is not None and value is not False
     }
     return Given(values, "Megatron's arguments")
-
-
-def _job(args: Any, m: int) -> Job:
-    model_parallel = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
-    context = getattr(args, "context_parallel_size", 1)
-    sizes = {"microbatches": m, "dp": max(1, dist.get_world_size() // (model_parallel * context))}
-    return job_from_arguments(given_of(args), sizes)
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -162,6 +162,22 @@ def other_gpus(given: Given, gpus: int) -> list[str]:
     )
 
 
+def job_of_processes(given: Given, processes: int, microbatches: int | None) -> Job:
+    """The job of a training on so many processes, with Megatron's defaults where nothing is given.
+
+    Args:
+        given: Megatron's arguments.
+        processes: of the whole job; those that model parallelism leaves over are replicas.
+        microbatches: of an iteration; None: by the arguments.
+
+    Raises:
+        ValueError: as ``job_from_arguments``.
+    """
+    p, t, c = (given.number(_OPTIONS[option], 1) for option in ("pp", "tp", "cp"))
+    sizes = {"pp": p, "dp": max(1, processes // (p * t * c)), "microbatches": microbatches}
+    return job_from_arguments(given, sizes)
+
+
 def job_from_arguments(given: Given, sizes: Mapping[str, Any]) -> Job:
     """A job from the planner's options, then from Megatron's arguments, then from defaults.
 
