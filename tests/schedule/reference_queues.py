@@ -65,12 +65,9 @@ def ends(
                     issued[f"{rank} {word}"] = free
         _transfers(program, issued, end, where, ms)
         free = 0.0
-        together = "S" if shape.algorithm == "interlaced" else ""
-        for word in [w for w in program[0] if parts(w)[1].startswith("C") or parts(w)[1] == together]:
+        for word in [w for w in program[0] if parts(w)[1].startswith("C")]:
             same = [word.replace("0", str(rank), 1) for rank in range(shape.p)]
-            took = ms[parts(word)[1]]
-            came = [issued.get(f"{r} {w}", end.get(w, 0.0) - took) for r, w in enumerate(same)]
-            free = max([free, *came]) + took
+            free = max([free, *(issued[f"{r} {w}"] for r, w in enumerate(same))]) + ms[parts(word)[1]]
             end |= dict.fromkeys(same, free)
         if end == before:
             return end

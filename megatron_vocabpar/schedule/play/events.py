@@ -5,8 +5,8 @@ for has ended. Communication runs beside the passes and takes its turn in a queu
 
 - a *link* for each pair of ranks and direction. A transfer starts when it has been sent, its receive has been
   posted and the transfer before it on the link has ended; the order is that of the sends;
-- one queue for the collectives of both vocabulary layers, and interlaced's S, which holds collectives. The
-  next starts when all ranks have launched it and the one before has ended, in the order of rank 0's launches.
+- one queue for the collectives of both vocabulary layers. The next starts when all ranks have launched it and
+  the one before has ended; the order is that of rank 0's launches.
 
 Sends, receives and launches take no time of their rank: they are issued when the pass before them ends, or
 inside the pass behind them, after a share of its layers (``launches.py``).
@@ -36,6 +36,7 @@ from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
     POINT_TO_POINT,
     RECEIVE_OF,
+    Comm,
     CommType,
     Instruction,
     Pair,
@@ -192,10 +193,12 @@ class _Loop:
             start, cause = self._ready(rank, number)
             if start < 0.0:
                 return cause
-            if self._gather(number - rank * self.m, self.p, start, cause):
-                self._serve(self.queue, self.p, self.p)
-            if self.ends[number] < 0.0:
+            first = number - rank * self.m
+            if not self._gather(first, self.p, start, cause):
                 return number
+            _, start, cause = self.gathered.pop(first)
+            for part in range(first, first + self.p * self.m, self.m):
+                self._finish(part, start, cause)
         self.free[rank], self.last[rank] = self.ends[number], number
         return NOTHING
 
@@ -323,8 +326,7 @@ def _behind_passes(row: Sequence[Instruction], late: Late) -> Iterator[Instructi
 
 def _queue(numbering: Numbering, program: Program) -> _Queue:
     """The queue of all collectives, in the order of rank 0's launches."""
-    queued = COLLECTIVES | numbering.schedule.method.in_step
-    launches = (item for item in program[0] if item.type in queued and not isinstance(item, Pair))
+    launches = (item for item in program[0] if isinstance(item, Comm) and item.type in COLLECTIVES)
     return _Queue(deque(map(numbering.number, launches)))
 
 

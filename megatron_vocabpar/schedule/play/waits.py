@@ -163,18 +163,24 @@ class Waits:
                 ):
                     yield _node(_STARTED, k), _node(_ENDED, self.index[rank, need])
             if isinstance(item, Comm) or item.type in self.schedule.method.in_step:
-                joined = _node(_JOINED, self.first_part.setdefault(shared_name(item), k))
+                joined = self._joined(k)
                 yield joined, _node(_STARTED, k)
                 yield _node(_ENDED, k), joined
 
     def _on_streams(self, row: range, model: Model) -> Iterator[Edge]:
-        """An operation waits for the one before it on its side stream."""
+        """An operation waits for the one before it on its side stream.
+
+        A pass that ranks run in step launches its collectives behind its first product: it starts beside the
+        collective before it, and waits for no more than that all ranks have come to that one.
+        """
         last: dict[Hashable, int] = {}
         for k in row:
             stream = self._stream(k, model)
             if stream is not None:
-                if stream in last:
+                if stream in last and isinstance(self.items[k][1], Comm):
                     yield _node(_STARTED, k), _node(_ENDED, last[stream])
+                elif stream in last:
+                    yield self._joined(k), self._joined(last[stream])
                 last[stream] = k
 
     def _on_rank(self, row: range, model: Model, held: bool) -> Iterator[Edge]:
@@ -198,6 +204,10 @@ class Waits:
             for (k, goes_on), (other, _) in product(uses, uses):
                 if goes_on:
                     yield _node(_ISSUED, k + 1), _node(_ISSUED, other)
+
+    def _joined(self, k: int) -> int:
+        """The event that all ranks have come to a communication, or to a pass that they run in step."""
+        return _node(_JOINED, self.first_part.setdefault(shared_name(self.items[k][1]), k))
 
     def _stream(self, k: int, model: Model) -> Hashable:
         communicator, item = self.communicators[k], self.items[k][1]
