@@ -20,11 +20,10 @@ from megatron_vocabpar.runtime.streams import clock
 from megatron_vocabpar.runtime.timeline import COMPUTE, WAIT, Span
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.pair_times import Kind, alone_ms, hidden_ms
-from megatron_vocabpar.schedule.words.passes import CommType, Pair, Pass, PassType, parse
+from megatron_vocabpar.schedule.words.passes import LAYERS, CommType, Pair, Pass, PassType, parse
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _ROUNDS = 5
-_TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def pass_costs(ranks: Sequence[Sequence[RankTimes]], schedule: Schedule) -> Pass
 
     def of_stage(type_: PassType, stage: int) -> float:
         """The time of a stage; those of vocabulary passes are ranks."""
-        replicas = ranks[placement.rank_of(stage) if type_ in _TRANSFORMER else stage]
+        replicas = ranks[placement.rank_of(stage) if type_ in LAYERS else stage]
         return median(times.passes.get((type_, stage), 0.0) for times in replicas)
 
     def per_rank(type_: PassType) -> tuple[float, ...]:
@@ -184,7 +183,7 @@ def _stage_ms(
     """F, B, W of each stage, and what its F or B can hide: the most that it did with any stage's."""
     placement = schedule.placement
     stages = range(placement.num_stages)
-    forward, backward, weight = ([of_stage(type_, stage) for stage in stages] for type_ in _TRANSFORMER)
+    forward, backward, weight = ([of_stage(type_, stage) for stage in stages] for type_ in LAYERS)
     if not schedule.splits_w:
         default = PassCosts.default(1)
         share = float(default.W_ms) / (float(default.B_ms) + float(default.W_ms))  # type: ignore[arg-type]

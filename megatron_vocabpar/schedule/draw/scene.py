@@ -14,7 +14,7 @@ from typing import Literal
 
 from megatron_vocabpar.schedule.draw.chart import Bar, Chart
 from megatron_vocabpar.schedule.draw.style import INK, QUIET, STYLES, shade
-from megatron_vocabpar.schedule.words.passes import Pass, PassType, parts_of
+from megatron_vocabpar.schedule.words.passes import LAYERS, Pass, PassType, parts_of
 
 _ROW, _GAP, _LEFT, _TOP, _RIGHT = 24, 4, 60, 34, 16
 _BETWEEN = 18  # above each further chart
@@ -148,7 +148,7 @@ def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Box |
     x = float(_LEFT)
     for type_ in types:
         style = STYLES[type_]
-        shades = chunks if type_ in (PassType.F, PassType.B, PassType.W) else 1
+        shades = chunks if type_ in LAYERS else 1
         text = f"{type_.value}: {style.meaning}" + (f" (chunks 0–{shades - 1})" if shades > 1 else "")
         needed = 14 * shades + 5 + len(text) * _LETTER + 14
         if x > _LEFT and x + needed > width:

@@ -23,7 +23,7 @@ from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.make.rules import NEVER, Rules
 from megatron_vocabpar.schedule.play.peaks import Cap
 from megatron_vocabpar.schedule.times.costs import PassTimes
-from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.passes import LAYERS, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
@@ -165,7 +165,7 @@ def rules(shape: Schedule, graph: PassGraph, block: BuildingBlock, recipe: Recip
 
     Activations live from F to B (or W).
     """
-    forward, backward, weight = (graph.of_type(type_) for type_ in (PassType.F, PassType.B, PassType.W))
+    forward, backward, weight = (graph.of_type(type_) for type_ in LAYERS)
     limits = dict.fromkeys((PassType.T, PassType.TW), SOFTMAX_SHARDS)
     limits |= {PassType.IB: INPUT_GRADIENTS, PassType.W: shape.chunks * shape.m}
     lazy = sorted(graph.sinks)

@@ -28,6 +28,7 @@ from megatron_vocabpar.schedule.words.dependencies import (
     vocabulary_passes,
 )
 from megatron_vocabpar.schedule.words.passes import (
+    LAYERS,
     POINT_TO_POINT,
     Atom,
     Comm,
@@ -37,10 +38,9 @@ from megatron_vocabpar.schedule.words.passes import (
 )
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
-_TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 _OUTPUT = (PassType.S, PassType.S2, PassType.T, PassType.L, PassType.TW, PassType.R)
 _VOCABULARY = (*_OUTPUT, PassType.IF, PassType.IB)
-TYPES: tuple[PassType | CommType, ...] = (*_TRANSFORMER, *_VOCABULARY, *CommType)
+TYPES: tuple[PassType | CommType, ...] = (*LAYERS, *_VOCABULARY, *CommType)
 
 
 class Need(NamedTuple):
@@ -97,7 +97,7 @@ class Numbering:
     def nodes_of(self, type_: PassType | CommType) -> range:
         """The nodes of a type: one for each stage, or, in vocabulary layers, for each rank that has it."""
         first = self.first_node[type_]
-        if type_ in _TRANSFORMER or type_ in POINT_TO_POINT:
+        if type_ in LAYERS or type_ in POINT_TO_POINT:
             return range(first, first + self.width)
         ranks = ranks_of(type_, self.schedule) if isinstance(type_, PassType) else range(self.schedule.p)
         return range(first + ranks.start, first + ranks.stop)
@@ -123,7 +123,7 @@ class Numbering:
 def _templates(schedule: Schedule) -> Iterator[Atom]:
     """One instruction of each node that the schedule can have, for a microbatch that has all needs."""
     mb = EMBEDDED_INPUTS
-    for type_ in _TRANSFORMER:
+    for type_ in LAYERS:
         for stage in range(schedule.placement.num_stages):
             pass_ = Pass(type_, stage, mb)
             yield pass_

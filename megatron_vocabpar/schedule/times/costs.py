@@ -35,6 +35,7 @@ from megatron_vocabpar.schedule.words.methods import (
     Method,
 )
 from megatron_vocabpar.schedule.words.passes import (
+    LAYERS,
     VOCABULARY_PASSES,
     CommType,
     Instruction,
@@ -45,7 +46,6 @@ from megatron_vocabpar.schedule.words.passes import (
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _OUTPUT = (PassType.S, PassType.S2, PassType.T)
-_TRANSFORMER = (PassType.F, PassType.B, PassType.W)
 _TIMES = ("F_ms", "B_ms", "W_ms", "hidden_ms", "IF_ms", "IB_ms", "p2p_ms", "broadcast_ms", "all_reduce_ms")
 _MOST_MS = 1e7  # of one pass
 _ROUNDING = 1e-9  # of shares
@@ -299,7 +299,7 @@ class PassTimes:
 def _transformer_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, list[float]]:
     """F, B and W of each stage, B without W."""
     transformer = {}
-    for type_ in _TRANSFORMER:
+    for type_ in LAYERS:
         name = f"{type_.value}_ms"
         times = list(
             _of_stages(costs, schedule, name) if costs.stage_ms else _of_layers(costs, schedule, name)
@@ -374,7 +374,7 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
     if schedule.method.name != REDIS:
         return [1.0] * stages
     layers = costs.layers or _LAYERS_PER_RANK * p
-    names = [f"{type_.value}_ms" for type_ in _TRANSFORMER]
+    names = [f"{type_.value}_ms" for type_ in LAYERS]
     layer_work = fsum(fsum(spread(getattr(costs, name), p, name)) for name in names) / layers
     first = fsum(costs.first_rank_extra.values())
     last = fsum((*costs.last_rank_extra.values(), *costs.last_stage_extra.values()))

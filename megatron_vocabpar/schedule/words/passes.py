@@ -70,8 +70,8 @@ POINT_TO_POINT = frozenset({CommType.SEND_F, CommType.RECV_F, CommType.SEND_B, C
 # The receive of each send, and how many stages further it stands.
 RECEIVE_OF = {CommType.SEND_F: (CommType.RECV_F, 1), CommType.SEND_B: (CommType.RECV_B, -1)}
 COLLECTIVES = frozenset(CommType) - POINT_TO_POINT
-LAYERS = frozenset({PassType.F, PassType.B, PassType.W})  # passes of transformer layers
-VOCABULARY_PASSES = frozenset(PassType) - LAYERS
+LAYERS = (PassType.F, PassType.B, PassType.W)  # passes of transformer layers
+VOCABULARY_PASSES = frozenset(PassType).difference(LAYERS)
 
 
 @dataclass(frozen=True, slots=True)
