@@ -46,7 +46,7 @@ def measured(chart: Chart) -> float:
     """Collectives that are resident beside layers, on average over ranks."""
     return fmean(
         shared(
-            [joined(spans(row.collectives))],
+            joined(spans(row.collectives)),
             joined(spans(tuple(bar for bar in row.passes if bar.item.type in LAYERS))),
         )
         for row in chart.rows

@@ -6,8 +6,8 @@ It is resident once its rank has launched it and the one before it in its queue 
 from 10 to 16 ms, and C2, queued behind it, from 16 to 17 ms. Layers from 8 to 17 ms have 7 / 9 kernels
 beside them.
 
-What counts are the collectives of the vocabulary layers, in every queue: two kernels that wait at the same
-time hold two sets of channels. Receives wait too; ``queues`` counts them if it names them.
+What counts are the collectives of the vocabulary layers, or the ``types`` of one other queue: receives wait
+too.
 
 Next: ``simulate.py``.
 """
@@ -20,27 +20,14 @@ from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.memory import Interval
 from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType, PassType
 
-QUEUES: tuple[frozenset[CommType], ...] = (COLLECTIVES,)
-"""Types of communication that share a queue, by default the collectives of both vocabulary layers."""
 
-
-def resident_share(events: Events, queues: Sequence[Collection[CommType]] = QUEUES) -> tuple[float, ...]:
-    """For each rank, how many communications are resident, on average over the iteration."""
-    whole = [(0.0, max(events.ends, default=0.0))]
-    return tuple(shared(resident(events, rank, queues), whole) for rank in range(events.numbering.schedule.p))
-
-
-def resident_beside_layers(
-    events: Events, queues: Sequence[Collection[CommType]] = QUEUES
-) -> tuple[float, ...]:
+def resident_beside_layers(events: Events, types: Collection[CommType] = COLLECTIVES) -> tuple[float, ...]:
     """For each rank, how many communications are resident, on average over the time of its layers."""
     ranks = range(events.numbering.schedule.p)
-    return tuple(shared(resident(events, rank, queues), layers(events, rank)) for rank in ranks)
+    return tuple(shared(resident(events, rank, types), layers(events, rank)) for rank in ranks)
 
 
-def transferring_beside_layers(
-    events: Events, queues: Sequence[Collection[CommType]] = QUEUES
-) -> tuple[float, ...]:
+def transferring_beside_layers(events: Events) -> tuple[float, ...]:
     """For each rank, how many of its collectives transfer a large message, on average over its layers' time.
 
     Large are those with a microbatch's hidden states or their gradient: C0, CI, CIB and what B waits for.
@@ -52,14 +39,10 @@ def transferring_beside_layers(
     large = {CommType.C0, CommType.CI, CommType.CIB}
     large |= {gradient} if isinstance(gradient, CommType) else set()
 
-    def transfers(rank: int, types: Collection[CommType]) -> list[Interval]:
-        numbers = _numbers(events, rank, large.intersection(types))
-        return sorted((events.starts[k], events.ends[k]) for k in numbers)
+    def transfers(rank: int) -> list[Interval]:
+        return sorted((events.starts[k], events.ends[k]) for k in _numbers(events, rank, large))
 
-    return tuple(
-        shared([transfers(rank, types) for types in queues], layers(events, rank))
-        for rank in range(schedule.p)
-    )
+    return tuple(shared(transfers(rank), layers(events, rank)) for rank in range(schedule.p))
 
 
 def busy_share(events: Events) -> tuple[float, ...]:
@@ -69,18 +52,13 @@ def busy_share(events: Events) -> tuple[float, ...]:
     return tuple(sum(end - start for start, end in row) / whole for row in rows)
 
 
-def resident(
-    events: Events, rank: int, queues: Sequence[Collection[CommType]] = QUEUES
-) -> list[list[Interval]]:
-    """For each queue, when one of its communications is resident on a rank: ms, in order, disjoint."""
-    found = []
-    for types in queues:
-        held: list[Interval] = []
-        numbers = _numbers(events, rank, types)
-        for end, launch in sorted((events.ends[k], events.launches[k]) for k in numbers):
-            held.append((max(launch, held[-1][1] if held else 0.0), end))
-        found.append(held)
-    return found
+def resident(events: Events, rank: int, types: Collection[CommType] = COLLECTIVES) -> list[Interval]:
+    """When a communication of a queue is resident on a rank: ms, in order, disjoint."""
+    held: list[Interval] = []
+    numbers = _numbers(events, rank, types)
+    for end, launch in sorted((events.ends[k], events.launches[k]) for k in numbers):
+        held.append((max(launch, held[-1][1] if held else 0.0), end))
+    return held
 
 
 def _numbers(events: Events, rank: int, types: Collection[CommType]) -> Iterator[int]:
@@ -111,17 +89,12 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def shared(held: Iterable[Sequence[Interval]], during: Sequence[Interval]) -> float:
-    """How many of ``held`` are open, on average over ``during``; each is disjoint and in order."""
-    length = sum(end - start for start, end in during)
-    return sum(_common(row, during) for row in held) / length if length else 0.0
-
-
-def _common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """The length that two lists of disjoint intervals share."""
+def shared(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """The share of ``other`` during which ``one`` is open; both are disjoint and in order."""
+    length = sum(end - start for start, end in other)
     i = j = 0
-    total = 0.0
+    common = 0.0
     while i < len(one) and j < len(other):
-        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        common += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
         i, j = (i + 1, j) if one[i][1] < other[j][1] else (i, j + 1)
-    return total
+    return common / length if length else 0.0

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 
 import pytest
 
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.play.residence import busy_share, resident_beside_layers, resident_share
+from megatron_vocabpar.schedule.play.residence import busy_share, resident, resident_beside_layers, shared
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.words.passes import COLLECTIVES, CommType, Pass
 
-QUEUES = (COLLECTIVES,)
-RECEIVES = ({CommType.RECV_F}, {CommType.RECV_B})
+QUEUES = [COLLECTIVES, {CommType.RECV_F}, {CommType.RECV_B}]
 
 
-def walked(plan: Plan, result: Simulation, rank: int, queues: object, *, beside: str) -> float:
+def walked(plan: Plan, result: Simulation, rank: int, types: Collection[CommType], *, beside: str) -> float:
     """Kernels on average while a pass whose type is in ``beside`` runs."""
-    now, queued, held = 0.0, dict.fromkeys(range(9), 0.0), []
+    now, queued, held = 0.0, 0.0, []
     for item in plan.program[rank]:
         if isinstance(item, Pass):
             now = result.passes[item][1]
             continue
-        for at, types in enumerate(queues):
-            if item.type in types:
-                held.append((max(now, queued[at]), result.comms[item][1]))
-                queued[at] = result.comms[item][1]
+        if item.type in types:
+            held.append((max(now, queued), result.comms[item][1]))
+            queued = result.comms[item][1]
     passes = [span for item, span in result.passes.items() if plan.schedule.rank_of(item) == rank]
     during = [
         span
@@ -43,14 +42,14 @@ def walked(plan: Plan, result: Simulation, rank: int, queues: object, *, beside:
 
 
 @pytest.mark.parametrize(("method", "family"), [("vocab-1", "1f1b"), ("vocab-2", "v-half")])
-@pytest.mark.parametrize("queues", [QUEUES, RECEIVES])
+@pytest.mark.parametrize("types", QUEUES)
 def test_kernels_are_resident_from_their_launch_to_their_end(
-    method: str, family: str, queues: tuple[set[CommType], ...]
+    method: str, family: str, types: Collection[CommType]
 ) -> None:
     plan = make_plan(method, 4, 8, family=family)
     result = simulate(plan)
-    beside = resident_beside_layers(result.events, queues)
-    assert beside == pytest.approx([walked(plan, result, rank, queues, beside="FBW") for rank in range(4)])
+    beside = resident_beside_layers(result.events, types)
+    assert beside == pytest.approx([walked(plan, result, rank, types, beside="FBW") for rank in range(4)])
     assert max(beside) > 0.0
 
 
@@ -58,11 +57,15 @@ def test_the_share_of_the_iteration_counts_idle_time() -> None:
     """One collective of each kind, each 1 ms after the last rank's pass: no rank's kernel lasts longer."""
     plan = make_plan("vocab-2", 4, 8)
     result = simulate(plan)
-    share, busy = resident_share(result.events), busy_share(result.events)
+    busy, whole = busy_share(result.events), [(0.0, result.iteration_ms)]
     assert busy == pytest.approx([1.0 - bubble for bubble in result.bubble])
-    transferred = sum(end - start for item, (start, end) in result.comms.items() if item.type in QUEUES[0])
-    assert all(ms > transferred / 4 / result.iteration_ms for ms in share)
+    transferred = sum(end - start for item, (start, end) in result.comms.items() if item.type in COLLECTIVES)
+    assert all(
+        shared(resident(result.events, rank), whole) > transferred / 4 / result.iteration_ms
+        for rank in range(4)
+    )
 
 
 def test_a_method_without_collectives_has_none() -> None:
-    assert sum(resident_share(simulate(make_plan("baseline", 4, 8)).events)) == 0.0
+    events = simulate(make_plan("baseline", 4, 8)).events
+    assert [resident(events, rank) for rank in range(4)] == [[]] * 4
