@@ -31,7 +31,7 @@ from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
 from megatron_vocabpar.plan.stock import layout_of
-from megatron_vocabpar.schedule.make.families import SEARCH, Family, claimed_peak, families, family_named
+from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_1, VOCAB_2, Method, method_named
 
@@ -102,16 +102,13 @@ def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> t
 def _request(config: FlagConfig, given: Given, world_size: int) -> Request:
     """The question to the planner."""
     job = job_of_processes(given, world_size, None if "global-batch-size" in given else 1)
-    cap = config.max_activations
-    if cap is None and config.family in (AUTO, SEARCH):
-        cap = claimed_peak(method_named(VOCAB_2), job.p, family_named("1f1b"), 1)
     return Request(
         model_from_arguments(given),
         job,
         hardware_presets()[_DEVICE],
         limit_gib=inf,
         measured=None if config.costs is None else PassCosts.load(config.costs),
-        max_activations=cap,
+        max_activations=config.most_activations(job.p),
     )
 
 

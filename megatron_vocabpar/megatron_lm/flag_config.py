@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, option
-from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
-from megatron_vocabpar.schedule.words.methods import BASELINE, METHODS, method_named
+from megatron_vocabpar.schedule.make.families import SEARCH, Family, claimed_peak, families, family_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, METHODS, VOCAB_2, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 AUTO = "auto"
@@ -122,6 +122,12 @@ class FlagConfig:
     def splits_w(self, chunks: int) -> bool:
         """Whether weight gradients may be separate passes."""
         return any(family.splits_w for family in self.families(chunks))
+
+    def most_activations(self, p: int) -> float | None:
+        """Most microbatches whose activations a rank may hold; ``search`` and ``auto`` have what 1F1B needs."""
+        if self.max_activations is None and self.family in (SEARCH, AUTO):
+            return claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
+        return self.max_activations
 
     def families(self, chunks: int) -> tuple[Family, ...]:
         """The families that the schedule may come from, on ranks with this many model chunks.

@@ -33,7 +33,6 @@ from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.runtime.timeline import Timeline
-from megatron_vocabpar.schedule.make.families import claimed_peak, family_named
 from megatron_vocabpar.schedule.make.generate import make_plan, plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
@@ -41,7 +40,7 @@ from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import spread
-from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_2, method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 
 _EXCHANGE = 0.4
 """What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
@@ -228,9 +227,7 @@ def plan_request(
     )
     if config.family != AUTO:
         return asked, ""
-    cap = asked.max_activations
-    if cap is None:
-        cap = claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
+    cap = config.most_activations(p)
     whole = not config.partitions_vocabulary
     methods = [name for name in config.methods if whole != method_named(name).vocabulary_parallel]
     known = [name for name in methods if costs is None or name in costs.methods]
