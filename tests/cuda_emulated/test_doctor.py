@@ -29,6 +29,14 @@ def test_every_row_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert result.outcome == ("not run" if without_triton else "ok"), result
 
 
+def test_products_run_beside_a_kernel_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernel is compiled and launched; here it ends at once, so what it costs means nothing."""
+    monkeypatch.setenv("EMULATED_TRITON", "1")
+    name = "products beside a kernel that waits"
+    (check,) = [each for each in checks("cuda", 2, str(tmp_path), TINY) if each.name == name]
+    assert run(check).outcome == "ok"
+
+
 OVERLAPS = {
     "copy_beside_products": {"device": "cuda"},
     "all_reduce_beside_products": {"device": "cuda", "processes": 2},

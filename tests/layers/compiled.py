@@ -39,6 +39,7 @@ class Compiled:
 
     name: str
     ir: str
+    ptx: str
     fuses: bool
 
     def short_products(self) -> list[str]:
@@ -69,4 +70,7 @@ def compile_launches(capability: int, launch: Callable[[], object]) -> list[Comp
     launched: list[Any] = []
     with _pretended_driver(capability, launched):
         launch()
-    return [Compiled(name, kernel.asm["ttir"], kernel.metadata.enable_fp_fusion) for name, kernel in launched]
+    return [
+        Compiled(name, kernel.asm["ttir"], kernel.asm["ptx"], kernel.metadata.enable_fp_fusion)
+        for name, kernel in launched
+    ]

@@ -47,4 +47,30 @@ CUresult cuPointerGetAttribute(void* out, CUpointer_attribute which, CUdeviceptr
   return CUDA_SUCCESS;
 }
 
+// What Triton's launcher asks for. A kernel that it has compiled is launched, and does nothing.
+CUresult cuModuleLoadData(CUmodule* out, const void*) {
+  *out = reinterpret_cast<CUmodule>(1);
+  return CUDA_SUCCESS;
+}
+CUresult cuModuleGetFunction(CUfunction* out, CUmodule, const char*) {
+  *out = reinterpret_cast<CUfunction>(1);
+  return CUDA_SUCCESS;
+}
+CUresult cuFuncGetAttribute(int* out, CUfunction_attribute which, CUfunction) {
+  *out = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  return CUDA_SUCCESS;
+}
+CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
+CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
+CUresult cuCtxGetLimit(size_t* out, CUlimit) {
+  *out = 0;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction, void**, void**) {
+  dim3 grid{config->gridDimX, config->gridDimY, config->gridDimZ};
+  dim3 block{config->blockDimX, config->blockDimY, config->blockDimZ};
+  return CUresult(cudaLaunchKernel(nullptr, grid, block, nullptr, 0, config->hStream));
+}
+
 }  // extern "C"
