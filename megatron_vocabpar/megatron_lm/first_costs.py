@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline.layer_hooks import layers_of
+from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
 from megatron_vocabpar.plan.stage_costs import StageLayers, costs_of_stages
-from megatron_vocabpar.runtime.comm import VocabGroups
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -29,13 +31,11 @@ from megatron_vocabpar.schedule.words.placement import Placement
 _STANDS_IN = "H100"  # for a device that the planner has no preset of
 
 
-def layers_of_stages(
-    chunks: Sequence[torch.nn.Module], groups: VocabGroups, placement: Placement
-) -> list[StageLayers]:
+def layers_of_stages(chunks: Sequence[torch.nn.Module], placement: Placement) -> list[StageLayers]:
     """The layers of every stage, as the model chunks have them; all ranks call this."""
     mine = [_layers(unwrap_model(chunk)) for chunk in chunks]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (groups.stage, mine))
+    dist.all_gather_object(everyone, (parallel_state.get_pipeline_model_parallel_rank(), mine))
     by_rank: dict[int, list[StageLayers]] = dict(everyone)
     stages = range(placement.num_stages)
     return [by_rank[placement.rank_of(stage)][placement.chunk_of(stage)] for stage in stages]
@@ -49,8 +49,10 @@ def _layers(chunk: Any) -> StageLayers:
     return StageLayers(len(layers) - sparse, sparse, heads)
 
 
-def first_costs(args: Any, m: int, stages: Sequence[StageLayers], device: torch.device) -> PassCosts | None:
-    """Estimated times of Megatron's arguments; None for a model that the planner does not read.
+def first_costs(
+    args: Any, m: int, stages: Sequence[StageLayers], device: torch.device
+) -> tuple[Request, PassCosts] | None:
+    """What the planner reads of a training, and estimated times; None for a model that it does not read.
 
     Args:
         args: Megatron's arguments.
@@ -62,11 +64,11 @@ def first_costs(args: Any, m: int, stages: Sequence[StageLayers], device: torch.
         given = given_of(args)
         model = model_from_arguments(given)
         model = replace(model, dense_layers=sum(stage.dense for stage in stages) if model.experts else 0)
-        job = job_of_processes(given, dist.get_world_size(), m)
-        costs = costs_of_stages(model, job, hardware_of(device), stages)
+        job, hardware = job_of_processes(given, dist.get_world_size(), m), hardware_of(device)
+        costs = costs_of_stages(model, job, hardware, stages)
     except (ValueError, ZeroDivisionError):  # layers by pattern, sizes that it does not know
         return None
-    return costs if any(costs.stage_ms["F_ms"]) else None
+    return (Request(model, job, hardware, limit_gib=inf), costs) if any(costs.stage_ms["F_ms"]) else None
 
 
 def given_of(args: Any) -> Given:

@@ -124,7 +124,7 @@ class FlagConfig:
         return any(family.splits_w for family in self.families(chunks))
 
     def most_activations(self, p: int) -> float | None:
-        """Most microbatches whose activations a rank may hold; with ``search`` and ``auto`` what 1F1B needs."""
+        """Most microbatches whose activations a rank may hold; ``search``, ``auto``: what 1F1B needs."""
         if self.max_activations is None and self.family in (SEARCH, AUTO):
             return claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
         return self.max_activations

@@ -28,17 +28,19 @@ from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listene
 from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
+from megatron_vocabpar.plan.channels import allowed_ms, fewest_channels
+from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.stage_costs import StageLayers
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
-from megatron_vocabpar.runtime.streams import machine
+from megatron_vocabpar.runtime.streams import limits_channels, machine
 from megatron_vocabpar.runtime.timeline import Timeline
 from megatron_vocabpar.schedule.make.generate import make_plan, plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
-from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.times.per_rank import spread
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 
@@ -91,20 +93,27 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
     device = next(chunks[0].parameters()).device
-    groups = vocab_groups(_patience(args), config.options.channels)
-    stages = layers_of_stages(chunks, groups, config.placement(groups.pipeline, len(chunks)))
-    costs, name, kept = _from_rank_0(config, args, chunks[0], device, m, stages)
+    p = parallel_state.get_pipeline_model_parallel_world_size()
+    stages = layers_of_stages(chunks, config.placement(p, len(chunks)))
+    costs, name, kept, known = _from_rank_0(config, args, chunks[0], device, m, stages)
     model_config = get_model_config(chunks[0])
     if depths := heads.depths(model_config):
-        costs = costs or PassCosts.default(groups.pipeline, depths)
+        costs = costs or PassCosts.default(p, depths)
         costs = replace(costs, mtp_depths=depths, mtp_stage=heads.stage_of(model_config))
     if config.has_pairs(len(chunks)):
-        costs = with_exchange(costs or PassCosts.default(groups.pipeline), groups.pipeline)
-    request, why = plan_request(config, groups.pipeline, m, len(chunks), costs)
+        costs = with_exchange(costs or PassCosts.default(p), p)
+    request, why = plan_request(config, p, m, len(chunks), costs)
     if why:
         say(why)
     request = replace(request, layers=[sum(stage) for stage in stages])
     plans = Plans(request, WriteOrder.of(chunks))
+    plan = plans(m) if kept is None else plan_from_json(kept)
+    channels = config.options.channels
+    if channels is None and known is not None and limits_channels():
+        channels = channels_of(plan, known)
+        if channels:
+            say(f"collectives of the vocabulary layers have {channels} channels of NCCL")
+    groups = vocab_groups(_patience(args), channels)
     timeline = Timeline(device)
     run = ForwardBackward(
         request.method_name,
@@ -118,11 +127,10 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
             untested=lambda _: None,  # the door has listed it
         ),
     )
+    run.use(plan)
     watchers: list[Watcher] = []
     if kept is not None:
-        plan = plan_from_json(kept)
         plans.measured = plan.costs
-        run.use(plan)
         say(f"the plan from measured times in {PLAN_FILE} is used again")
     elif config.profile_iterations:
         switched = partial(_keep, args.save, name)
@@ -133,24 +141,24 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         watchers.append(TimelineFile(run, config.timeline, folder))
     if args.log_throughput:
         watchers.append(IdleTime(args.log_interval))
-    agree("plan", {"digest of the plan": program_digest(run.plan(m).program)}, _patience(args) / 2)
+    agree("plan", {"digest of the plan": program_digest(plan.program)}, _patience(args) / 2)
     if dist.get_rank() == 0:
-        say(planned(request.family_name, run.plan(m)))
+        say(planned(request.family_name, plan))
     return Watched(run, timeline, watchers)
 
 
 def _from_rank_0(
     config: FlagConfig, args: Any, model: Any, device: torch.device, m: int, stages: Sequence[StageLayers]
-) -> tuple[PassCosts | None, str, str | None]:
-    """From rank 0: the costs of the first plans, the training's name, and its kept plan."""
+) -> tuple[PassCosts | None, str, str | None, Request | None]:
+    """From rank 0: the costs of first plans, the training's name, its kept plan, the planner's request."""
     shared: list[Any] = [None]
     if dist.get_rank() == 0:
         costs = None if config.costs is None else PassCosts.load(config.costs)
         name = training_name(config, args, get_model_config(model), costs, device)
-        costs = costs or first_costs(args, m, stages, device)
+        known, estimated = first_costs(args, m, stages, device) or (None, None)
         folders = [Path(folder) for folder in (args.save, args.load) if folder]
         plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
-        shared = [(costs, name, next(filter(None, plans), None))]
+        shared = [(costs or estimated, name, next(filter(None, plans), None), known)]
     dist.broadcast_object_list(shared, device=device)
     return shared[0]
 
@@ -173,6 +181,14 @@ def training_name(
         versions=(__version__, torch.__version__, megatron_version),
         machine=machine(device),
     )
+
+
+def channels_of(plan: Plan, known: Request) -> int | None:
+    """The fewest channels of NCCL with which no pass of ``plan`` waits longer; None without collectives."""
+    if not plan.schedule.method.vocabulary_parallel:
+        return None
+    times = PassTimes.of(plan.costs, plan.schedule)
+    return fewest_channels(known, allowed_ms(simulate(plan).events, times))
 
 
 def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> torch.Tensor:

@@ -179,8 +179,8 @@ class VocabOptions:
     channels: int | None = option(
         None,
         "The most channels of NCCL, each on one multiprocessor, of the vocabulary layers' collectives; by "
-        "default as many as NCCL chooses.",
-        page="Nothing without NCCL. [plan.md](plan.md#channels) says how many suffice.",
+        "default the fewest with which no pass of the first plan waits.",
+        page="Nothing without NCCL. 32 leaves the number to NCCL; see [plan.md](plan.md#channels).",
         least=1,
     )
     independent_init: bool = option(

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.launches import windows
 from megatron_vocabpar.schedule.play.lower import communications
@@ -36,8 +34,9 @@ def allowed_ms(events: Events, times: PassTimes) -> float:
     return times.comms[CommType.C1] + spare
 
 
-def fewest_channels(model: Model, job: Job, hardware: Hardware, allowed: float) -> int:
+def fewest_channels(request: Request, allowed: float) -> int:
     """The channels with which a microbatch's input gradient is reduced in ``allowed`` ms."""
+    model, job, hardware = request.model, request.job, request.hardware
     moved = _SENT * _HALF * model.seq_length * job.micro_batch * model.hidden / (job.t * job.c)
     needed = moved / (allowed * 1e6) if allowed else hardware.link_gb_s
     if job.gpus > hardware.per_node:

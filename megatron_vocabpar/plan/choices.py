@@ -230,7 +230,7 @@ def in_full(request: Request, choice: Choice) -> Choice:
     use, channels = Use.of(events), 0
     if schedule.method.vocabulary_parallel:
         allowed = allowed_ms(events, problem.times)
-        channels = fewest_channels(request.model, job, request.hardware, allowed)
+        channels = fewest_channels(request, allowed)
     lengths_ms = []
     for factor in request.factors(use):
         times = PassTimes.of(costs_of(request, choice.layers, factor), schedule)

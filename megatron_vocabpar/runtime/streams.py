@@ -270,6 +270,13 @@ def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def limits_channels() -> bool:
+    """Whether communicators are NCCL's, and this build of torch passes a limit of channels to it."""
+    if dist.get_backend() != "nccl":
+        return False
+    return hasattr(getattr(dist.ProcessGroupNCCL.Options(), "config", None), "max_ctas")
+
+
 def communicator_options(timeout: timedelta | None, channels: int | None = None) -> Any:
     """Options of ``new_group`` for a communicator beside the computation; None for other backends than NCCL.
 
@@ -283,7 +290,7 @@ def communicator_options(timeout: timedelta | None, channels: int | None = None)
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if channels is not None:
-        if not hasattr(getattr(options, "config", None), "max_ctas"):
+        if not limits_channels():
             raise ValueError(
                 f"{channels} channels: this build of torch passes no limit to NCCL; leave out "
                 "--vocab-parallel-channels, or set NCCL_MAX_CTAS, which limits all communicators"

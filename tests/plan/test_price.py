@@ -75,11 +75,13 @@ def test_channels_are_as_few_as_the_slack_allows() -> None:
     """dX of 4,096 tokens and a hidden size of 8,192 is 67 MB, sent twice; a channel carries 20 GB/s."""
     model, gpu = model_preset("llama-3.1-70b"), hardware_named("H100")
     model = replace(model, seq_length=4096)
-    one_node, several = Job(p=8), Job(p=8, d=2)
-    assert fewest_channels(model, one_node, gpu, 2.5) == 3
-    assert fewest_channels(model, one_node, gpu, 100.0) == 1
-    assert fewest_channels(model, several, gpu, 100.0) == 3
-    assert fewest_channels(model, several, gpu.connected(network_gb_s=100.0), 100.0) == 5
+    one_node = Request(model, Job(p=8), gpu, limit_gib=80.0)
+    several = replace(one_node, job=Job(p=8, d=2))
+    faster = replace(several, hardware=gpu.connected(network_gb_s=100.0))
+    assert fewest_channels(one_node, 2.5) == 3
+    assert fewest_channels(one_node, 100.0) == 1
+    assert fewest_channels(several, 100.0) == 3
+    assert fewest_channels(faster, 100.0) == 5
 
 
 def test_a_choice_in_full_says_its_channels() -> None:

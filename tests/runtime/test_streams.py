@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.runtime.streams import _TO_END_S, communicator_options, peak_memory_mib, side_stream
+from megatron_vocabpar.runtime.streams import (
+    _TO_END_S,
+    communicator_options,
+    limits_channels,
+    peak_memory_mib,
+    side_stream,
+)
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -135,7 +141,7 @@ def test_peak_memory_sees_what_this_process_allocated() -> None:
 class _Options:
     """NCCL's options as torch has them, with a limit or without."""
 
-    def __init__(self, is_high_priority_stream: bool) -> None:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = SimpleNamespace(max_ctas=None)
 
@@ -143,10 +149,13 @@ class _Options:
 def test_channels_limit_the_blocks_of_nccls_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     assert communicator_options(None, channels=4) is None
+    assert not limits_channels()
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    assert limits_channels()
     assert communicator_options(None, channels=4).config.max_ctas == 4
     assert communicator_options(None).config.max_ctas is None
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    assert not limits_channels()
     with pytest.raises(ValueError, match="leave out --vocab-parallel-channels"):
         communicator_options(None, channels=4)
