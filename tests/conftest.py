@@ -23,6 +23,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; output is as wide as a file's
 
 ROOT = Path(__file__).parents[1]
 if importlib.util.find_spec("hypothesis"):

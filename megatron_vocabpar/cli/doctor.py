@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, will_be_written, write_output
+from megatron_vocabpar.cli.files import FORMAT, tell, will_be_written, write_output
 from megatron_vocabpar.megatron_lm import te_version
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, versions
 from megatron_vocabpar.megatron_lm.checkout import (
@@ -93,8 +93,8 @@ def _check_gpus(output_format: str, time_limits: float, costs_file: str | None) 
             dataclasses.replace(check, timeout_s=time_limits * check.timeout_s)
             for check in checks("cuda", gpus, folder)
         ]
-        for result in run_all(every, lambda name: click.echo(f"{name} ... ", nl=False, err=True)):
-            click.echo(f"{result.outcome}, {result.seconds:.1f} s", err=True)
+        for result in run_all(every, tell):
+            tell(f"{result.check}: {result.outcome}, {result.seconds:.1f} s")
             results.append(result)
         if costs_file and (found := written(folder)):
             write_output(costs_file, json.dumps(found, indent=1) + "\n", "--costs")
@@ -111,16 +111,14 @@ def _look_at(megatron: Path) -> None:
     if not holds_core(megatron):
         raise ValueError(f"{megatron} holds no megatron/core; give the path of a Megatron-LM checkout")
     version, unread = recognised(megatron)
-    click.echo(f"{megatron}: Megatron core {version}, by its signatures")
-    if unread:
-        click.echo(f"  --enable-vocab-parallel warns of {unread}")
+    warned = f", with a warning of {unread}" if unread else ""
+    ready = f"not ready: {needed}" if (needed := remedy(megatron)) else f"ready{warned}"
+    click.echo(f"{megatron}: Megatron core {version}, by its signatures; {ready}")
     for binding in BINDINGS:
         if source_file(megatron, binding.module) is not None and binding.is_in(version):
             click.echo("\n".join(_lines(megatron, binding)))
     click.echo(te_version.line(te_version.installed(), *te_version.named_by(megatron)))
     click.echo(_door(megatron, version))
-    if needed := remedy(megatron):
-        click.echo(needed)
 
 
 def _several(folders: list[Path]) -> str:

@@ -58,6 +58,13 @@ def will_be_written(_: click.Context, option: click.Parameter, path: str | None)
     return path
 
 
+def is_quiet() -> bool:
+    """Whether ``vocabpar --quiet`` runs."""
+    context = click.get_current_context(silent=True)
+    return bool(context and context.find_root().params.get("quiet"))
+
+
 def tell(text: str) -> None:
     """Print a line about progress to standard error, for work of more than a few seconds."""
-    click.echo(f"vocabpar: {text}", err=True)
+    if not is_quiet():
+        click.echo(f"vocabpar: {text}", err=True)

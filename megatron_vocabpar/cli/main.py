@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar import __version__
+from megatron_vocabpar.plan.names import nearest
 
 VERBS = {
     "schedule": "Print or draw a schedule.",
@@ -29,6 +30,18 @@ VERBS = {
     "patches": "What is replaced in Megatron.",
 }
 """The line of ``vocabpar --help`` for each verb."""
+
+_EXAMPLES = {
+    "schedule": "vocabpar schedule --method vocab-1 --family v-half --pp 4 --format svg --output v-half.svg",
+    "simulate": "vocabpar simulate schedule.json --costs costs.json",
+    "plan": "vocabpar plan --preset llama-3.1-70b --gpus 64",
+    "profile": "vocabpar profile --device cuda --output costs.json",
+    "emulate": "vocabpar emulate v-half:vocab-2 1f1b:baseline --pp 4",
+    "train": "vocabpar train --method vocab-2 --compare baseline --steps 40",
+    "report": "vocabpar report vocabpar-out",
+    "doctor": "vocabpar doctor --megatron ~/Megatron-LM",
+    "patches": "vocabpar patches",
+}
 
 _BARE = ("schedule", "simulate", "plan", "patches")  # without the extra [train]
 
@@ -75,9 +88,21 @@ class VerbGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         try:
-            return load(self.package, cmd_name) if cmd_name in self.verbs else None
+            command = load(self.package, cmd_name) if cmd_name in self.verbs else None
         except ModuleNotFoundError as error:
             raise self._missing_extra(cmd_name, error) from error
+        if command is not None and cmd_name in _EXAMPLES:
+            command.epilog = f"Example: {_EXAMPLES[cmd_name]}"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.verbs:
+            ctx.fail(
+                f"no verb {args[0]!r}; give one of {', '.join(self.verbs)}{nearest(args[0], self.verbs)}"
+            )
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
@@ -144,5 +169,6 @@ eval "$(_VOCABPAR_COMPLETE=bash_source vocabpar)"; zsh_source in ~/.zshrc, fish_
     epilog=_COMPLETION,
 )
 @click.version_option(__version__, prog_name="vocabpar")
-def main() -> None:
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing of progress.")
+def main(quiet: bool) -> None:
     """Vocabulary parallelism for pipeline-parallel training with Megatron-LM."""

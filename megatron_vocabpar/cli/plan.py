@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import click
-from rich.console import Console
 
 from megatron_vocabpar.cli.files import FORMAT, completing, will_be_written, write_output
 from megatron_vocabpar.plan.choice import Request
@@ -31,10 +29,11 @@ from megatron_vocabpar.plan.read_arguments import (
 from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
 from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.text_tables import console
 
 NOTHING_FITS = 1  # the exit code
 _WORKERS = 4
-_FILE_COLUMNS = 100  # of the tables where they are not shown on a terminal
+_COLUMNS = 100
 
 
 @click.command("plan")
@@ -122,8 +121,7 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
     if options["output_format"] == "json":
         click.echo(advice_json(advice))
     else:
-        terminal = sys.stdout.isatty()
-        print_advice(advice, Console(width=None if terminal else _FILE_COLUMNS, highlight=False))
+        print_advice(advice, console(_COLUMNS))
     if advice.best is None:
         ctx.exit(NOTHING_FITS)
 

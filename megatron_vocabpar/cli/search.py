@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,16 +11,17 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_vocabpar.cli.files import write_output
+from megatron_vocabpar.cli.files import is_quiet, write_output
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus
 from megatron_vocabpar.plan.search import Question, search, usual_batch
 from megatron_vocabpar.plan.search_tables import print_search, search_json
+from megatron_vocabpar.text_tables import console
 
 _WORKERS = 4
-_FILE_COLUMNS = 150
+_COLUMNS = 150
 # Sizes that stay as they are where they are given: the field of Job, the option, Megatron's flag.
 _SIZES = (
     ("p", "pp", "pipeline-model-parallel-size"),
@@ -63,8 +63,7 @@ def search_plan(
     if options["output_format"] == "json":
         click.echo(search_json(question, found, notes))
     else:
-        width = None if sys.stdout.isatty() else _FILE_COLUMNS
-        print_search(question, found, notes, Console(width=width, highlight=False))
+        print_search(question, found, notes, console(_COLUMNS))
     return bool(found)
 
 
@@ -89,10 +88,10 @@ def question_of(
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing else."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    terminal = Console(stderr=True)
+    if is_quiet() or not terminal.is_terminal:
         yield lambda done, of: None
         return
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=terminal, transient=True) as progress:
         task = progress.add_task("ways to spread the model", total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)

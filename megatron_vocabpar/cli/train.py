@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import completing
+from megatron_vocabpar.cli.files import completing, is_quiet
 from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.check import require_modules
@@ -78,7 +78,8 @@ def config_from_options(options: dict[str, Any], named: Collection[str]) -> Trai
     compare = tuple(name.strip() for name in (options["compare"] or "").split(",") if name.strip())
     paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options[name] is not None}
     config = TrainConfig(**{**options, "compare": compare, **paths})
-    return resumed(config, named) if config.resume else config
+    config = resumed(config, named) if config.resume else config
+    return dataclasses.replace(config, log_interval=config.steps) if is_quiet() else config
 
 
 @click.pass_context

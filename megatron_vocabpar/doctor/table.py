@@ -5,36 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from megatron_vocabpar.doctor.result import Outcome, Result
+from megatron_vocabpar.text_tables import console, text_table
 
-_COLOURS: dict[Outcome, str] = {"ok": "green", "failed": "red", "not run": "yellow"}
+_OUTCOMES: tuple[Outcome, ...] = ("ok", "failed", "not run")
+_COLUMNS = 150
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """Print a row a check, then the number of each outcome, then the last lines of each failed check."""
-    console = Console(width=150)
-    table = Table(box=SIMPLE)
-    for heading in ("check", "result", "figure"):
-        table.add_column(heading, no_wrap=heading == "result")
-    table.add_column("seconds", justify="right")
+    """Print the number of each outcome, a row a check, and the last lines of each failed check."""
+    shown, counts = console(_COLUMNS), Counter(result.outcome for result in results)
+    shown.print(", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES))
+    rows = [["check", "result", "figure", "seconds"]]
     for result in results:
-        colour = _COLOURS[result.outcome]
         texts = [text for text in (result.reason, result.figure) if text]
-        table.add_row(
-            escape(result.check),
-            f"[{colour}]{result.outcome}[/{colour}]",
-            escape("\n".join(texts)),
-            f"{result.seconds:.1f}",
-        )
-    console.print(table)
-    counts = Counter(result.outcome for result in results)
-    console.print(", ".join(f"{counts[outcome]} {outcome}" for outcome in _COLOURS))
+        rows.append([result.check, result.outcome, "\n".join(texts), f"{result.seconds:.1f}"])
+    shown.print(text_table(rows, rows[0][:3]))
     for result in results:
         if result.log:
-            console.print(f"\n{escape(result.check)} printed at last:", style="bold")
-            console.print(escape("\n".join(result.log)), highlight=False)
+            shown.print(f"\n{result.check} printed at last:", style="bold")
+            shown.print("\n".join(result.log))

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +20,9 @@ from megatron_vocabpar.plan.search import BEST, MOST, Found, Question
 from megatron_vocabpar.plan.tables import model_notes, sizes_of
 from megatron_vocabpar.plan.times import layer_ms
 from megatron_vocabpar.plan.verdict import Verdict, verdict
+from megatron_vocabpar.text_tables import text_table
 
+_BINDS, _WIDE = "what binds it", 110  # columns of a terminal where each row says so
 _SAYS = 0.02  # parts of the time that are at least this share of it are named
 
 
@@ -75,9 +76,12 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
     if not found:
         console.print(Text(nothing_fits(question)))
         return
-    console.print(_table(shown(found)))
+    wide = console.width >= _WIDE
+    console.print(_table(shown(found), wide))
     best, stock = found[0], stock_best(found)
     console.print(Text(f"Recommended: {best.choice.name} with {sizes_of(best.request.job)}"))
+    if not wide:
+        console.print(Text(f"- {_BINDS.capitalize()}: {binds(best)}"))
     if gain(found):
         console.print(Text(f"- {gain(found)}"))
     if judged := verdict_of(found):
@@ -137,18 +141,10 @@ def nothing_fits(question: Question) -> str:
     )
 
 
-def _table(found: Sequence[Found]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("t", "p", "d", "c", "e", "b", "m"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("schedule")
-    table.add_column("memory")
-    for name in ("ms", "MFU %", "GiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("what binds it")
-    for one in found:
-        table.add_row(*cells(one))
-    return table
+def _table(found: Sequence[Found], wide: bool) -> Table:
+    headings = (*("t", "p", "d", "c", "e", "b", "m", "schedule", "memory", "ms", "MFU %", "GiB"), _BINDS)
+    rows = [headings, *map(cells, found)]
+    return text_table([row if wide else row[:-1] for row in rows], ("schedule", "memory", _BINDS))
 
 
 def cells(one: Found) -> list[str]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +23,7 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.verdict import verdict
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.text_tables import text_table
 
 PARTS = {
     "weights": "weights",
@@ -38,6 +38,8 @@ PARTS = {
 }
 """Names of the parts of a stage's memory, by the field of ``StageMemory``."""
 _HEADS = {
+    "gradients": "grad.",
+    "optimizer": "optim.",
     "activations": "activat.",
     "output": "S to T",
     "inputs": "inputs",
@@ -142,21 +144,9 @@ def print_advice(advice: Advice, console: Console) -> None:
 
 
 def _choices_table(advice: Advice) -> Table:
-    request = advice.request
-    table = _table()
-    table.add_column("family")  # the one that may take two lines: no number is cut
-    table.add_column("method", no_wrap=True)
-    for name in ("ms", "MFU %", "tokens/s", "idle %", "GiB a rank"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("fits")
-    for choice in advice.choices:
-        if not choice.problem:
-            table.add_row(*_cells(choice, request, advice.best))
-    return table
-
-
-def _table() -> Table:
-    return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    headings = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
+    rows = [_cells(choice, advice.request, advice.best) for choice in advice.choices if not choice.problem]
+    return text_table([headings, *rows], ("family", "method", "fits"))
 
 
 def _cells(choice: Choice, request: Request, best: Choice | None) -> list[str]:
@@ -176,15 +166,12 @@ def _cells(choice: Choice, request: Request, best: Choice | None) -> list[str]:
 
 def _memory_table(choice: Choice) -> Table:
     """A row for each rank, so that any number of them can be read."""
-    table = _table()
-    table.add_column("rank", justify="right", no_wrap=True)
     used = [name for name in PARTS if any(getattr(stage, name) / GIB >= 0.05 for stage in choice.stages)]
-    for name in (*used, "sum"):
-        table.add_column(_HEADS.get(name, name), justify="right", no_wrap=True)
+    rows = [["rank", *(_HEADS.get(name, name) for name in used), "sum"]]
     for rank, stage in enumerate(choice.stages):
         values = (*(getattr(stage, name) for name in used), stage.total)
-        table.add_row(str(rank), *(f"{value / GIB:.1f}" for value in values))
-    return table
+        rows.append([str(rank), *(f"{value / GIB:.1f}" for value in values)])
+    return text_table(rows, ())
 
 
 def advice_json(advice: Advice) -> str:

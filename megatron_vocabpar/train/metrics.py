@@ -129,9 +129,9 @@ def progress_text(record: Mapping[str, Any], steps: int, seconds_left: float) ->
     )
 
 
-def memory_text(peaks_mib: Sequence[float]) -> str:
+def memory_text(peaks_mib: Sequence[float], between: str = "/") -> str:
     """Peaks of the stages, first to last, as ``410/395/402/388``."""
-    return "/".join(f"{peak:.0f}" for peak in peaks_mib)
+    return between.join(f"{peak:.0f}" for peak in peaks_mib)
 
 
 def duration(seconds: float) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
+from megatron_vocabpar.text_tables import console, text_table
 from megatron_vocabpar.train.compare import Difference, loss_curve
 from megatron_vocabpar.train.metrics import memory_text
 
@@ -40,13 +40,9 @@ class TextTable(NamedTuple):
 
 def as_text(table: TextTable) -> str:
     """The table for a terminal, its note below it."""
-    drawn = Table(title=table.title, caption=table.note or None, caption_justify="left")
-    for number, heading in enumerate(table.cells[0]):
-        drawn.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for row in table.cells[1:]:
-        drawn.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH, no_color=True).print(drawn)
+    text, shown = io.StringIO(), console(_WIDTH)
+    drawn = text_table(table.cells, table.cells[0][:1], table.title, table.note)
+    Console(file=text, width=shown.width, no_color=True).print(drawn)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
@@ -93,7 +89,7 @@ def summary_table(summaries: Sequence[Summary]) -> TextTable:
         [
             row.method,
             f"{row.tokens_per_s:,.0f}",
-            memory_text(row.peak_memory_mib),
+            memory_text(row.peak_memory_mib, " "),
             f"{row.final_loss:.4f}",
             f"{row.first_loss:.4f}",
             "–" if row.eval_loss is None else f"{row.eval_loss:.4f}",
@@ -103,7 +99,7 @@ def summary_table(summaries: Sequence[Summary]) -> TextTable:
         ]
         for row in summaries
     ]
-    return TextTable("Training", [[*headings, "evaluation", "steps", "ms/step", "idle %"], *rows], _NOTE)
+    return TextTable("Training", [[*headings, "loss, eval", "steps", "ms/step", "idle %"], *rows], _NOTE)
 
 
 def _percent(share: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,12 @@ def doctor(monkeypatch: pytest.MonkeyPatch, every: list[Check], *options: str):
 def test_a_table_with_a_row_per_check(monkeypatch: pytest.MonkeyPatch) -> None:
     done = doctor(monkeypatch, [FINE, BROKEN, LATER])
     assert done.exit_code == 1
-    rows = {line.split("  ")[1].strip(): line for line in done.stdout.splitlines() if "  " in line}
-    assert " ok " in rows["a fine one"]
-    assert "[3] 5 ms" in rows["a fine one"]
-    assert " failed " in rows["a broken one"]
-    assert "illegal memory access" in rows["a broken one"]
-    assert "a broken one: failed" in rows["a later one"]
-    assert "1 ok, 1 failed, 1 not run" in done.stdout
+    assert done.stdout.startswith("1 ok, 1 failed, 1 not run\n")
+    assert re.search(r"a fine one +ok +\[3\] 5 ms", done.stdout)
+    assert re.search(r"a broken one +failed .*illegal memory access", done.stdout)
+    assert re.search(r"a later one +not run .*a broken one: failed", done.stdout)
     assert "said before" in done.stdout
-    assert "a fine one ... ok" in done.stderr
+    assert "a fine one: ok" in done.stderr
 
 
 def test_json_and_exit_code_0_where_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
