@@ -50,6 +50,7 @@ _COLUMNS = 100
     help=f"One of {', '.join(hardware_presets())}.",
     shell_complete=completing(hardware_presets()),
 )
+@click.option("--tflops", type=float, help="10^12 operations a second of dense products in 16 bits.")
 @click.option("--link-gb-s", type=float, help="GB/s of a GPU's link within a node, one direction.")
 @click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction.")
 @click.option("--gpus-per-node", type=int, help="GPUs that the link connects.")
@@ -179,6 +180,7 @@ def _model(options: dict[str, Any], given: Given) -> Model:
 
 def _hardware(options: dict[str, Any]) -> Hardware:
     return hardware_named(options["hardware"]).connected(
+        tflops=options["tflops"],
         link_gb_s=options["link_gb_s"],
         network_gb_s=options["network_gb_s"],
         per_node=options["gpus_per_node"],
@@ -189,7 +191,7 @@ def unused(given: Given, options: dict[str, Any]) -> list[str]:
     """What was given and nothing read."""
     lines = given.unread()
     if options["costs_file"] is not None:
-        asked = ("link_gb_s", "network_gb_s", "gpus_per_node", "fp8")
+        asked = ("tflops", "link_gb_s", "network_gb_s", "gpus_per_node", "fp8")
         named = [f"--{name.replace('_', '-')}" for name in asked if options[name]]
         lines += (
             [f"Not used beside --costs, but for memory and the step: {', '.join(named)}."] if named else []

@@ -87,6 +87,6 @@ def given_of(args: Any) -> Given:
 
 def hardware_of(device: torch.device) -> Hardware:
     """The planner's preset of a device, or one that stands in for it."""
-    name, presets = machine(device).upper(), hardware_presets()
+    name, presets = machine(device).upper().replace(" ", "-"), hardware_presets()
     longest = sorted((preset for preset in presets if preset in name), key=len)
     return presets[longest[-1] if longest else _STANDS_IN]

@@ -58,6 +58,7 @@ class Hardware:
         host_gb_s: one direction between the device and the host, 10^9 bytes a second.
         per_node, per_host: the GPUs that the link connects, and the GPUs of one host.
         multiprocessors: of the GPU; AMD's compute units.
+        transfer_share: of the link's rate, what transfers between stages reach.
         sources: the source of each number.
     """
 
@@ -71,6 +72,7 @@ class Hardware:
     network_gb_s: float
     host_gb_s: float
     multiprocessors: int
+    transfer_share: float = 36.4 / 300
     per_node: int = 8
     per_host: int = 8
     sources: dict[str, str] = field(default_factory=dict, compare=False)
@@ -89,6 +91,9 @@ def hardware_named(name: str) -> Hardware:
     return known[name.upper()]
 
 
+_SHARE = {"transfer_share": "NVLink: 12.6 MB in 0.35 ms, the artifact's passes on A100"}
+
+
 @cache
 def hardware_presets() -> dict[str, Hardware]:
     """Every preset by name, from ``data/hardware.json``."""
@@ -100,7 +105,7 @@ def hardware_presets() -> dict[str, Hardware]:
         for name, entry in _data("rates").items()
     }
     return {
-        name: Hardware(name, rates[entry["rates"]], **entry["figures"], sources=entry["sources"])
+        name: Hardware(name, rates[entry["rates"]], **entry["figures"], sources=_SHARE | entry["sources"])
         for name, entry in _data("hardware").items()
     }
 

@@ -16,8 +16,6 @@ from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
 
-P2P_REACHES = 36.4 / 300
-"""Share of the link's rate for transfers between stages: 12.6 MB in 0.35 ms, the artifact's passes, A100."""
 LINK_REACHES = 0.75
 """Share of the link's rate for collectives: assumed."""
 EXCHANGE_REACHES = {"alltoall": (0.55, 0.90), "flex": (0.76, 0.88)}
@@ -56,7 +54,7 @@ def transfer_ms(moved: float, job: Job, hardware: Hardware) -> float:
 
     If the job has more GPUs than a node, every transfer counts as one between nodes.
     """
-    within = P2P_REACHES * hardware.link_gb_s
+    within = hardware.transfer_share * hardware.link_gb_s
     if job.gpus > hardware.per_node:
         within = min(within, NETWORK_REACHES * hardware.network_gb_s)
     return moved / (within * 1e6)
