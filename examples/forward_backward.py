@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 
 VOCAB, LENGTH, MICROBATCH, MICROBATCHES, STEPS = 64, 16, 4, 4, 20

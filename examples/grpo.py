@@ -28,7 +28,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import initialise_weights
 

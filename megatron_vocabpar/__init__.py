@@ -13,7 +13,7 @@ _FACE = {
     "ForwardBackward": "pipeline.forward_backward",
     "vocab_groups": "pipeline.forward_backward",
     "VocabOptions": "pipeline.options",
-    "VocabParallelGPTModel": "pipeline.model.stage_model",
+    "VocabParallelGPTModel": "pipeline.model.gpt",
     "make_plan": "schedule.make.generate",
     "simulate": "schedule.simulate",
     "losses": "",

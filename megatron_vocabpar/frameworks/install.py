@@ -18,7 +18,7 @@ from megatron_vocabpar.megatron_lm.bindings import Binding, recognise
 from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv, spell
-from megatron_vocabpar.megatron_lm.patch import Patch, has_name, live_signature, original_of
+from megatron_vocabpar.megatron_lm.patch import Patch, has_name, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.pipeline.options import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
@@ -68,7 +68,7 @@ def install(config: FlagConfig) -> Patch:
     if found.unread:
         warnings.warn(f"VOCAB_PARALLEL_FLAGS: not run with {found.unread}", stacklevel=2)
     patch = Patch(config, found)
-    of_megatron = [binding for binding in MEGATRON if binding.is_in(patch.version)]
+    of_megatron = [binding for binding in MEGATRON if is_here(binding, patch.version)]
     for binding in (*of_megatron, *_of_frameworks()):
         patch.replace(binding, _replacement(binding, original_of(binding), config))
     if UPDATE.module in sys.modules:

@@ -50,6 +50,11 @@ class Binding:
     until: str = VERSIONS[-1]
 
     @property
+    def is_of_a_model(self) -> bool:
+        """Whether a Megatron can do without it, which has another model class."""
+        return self.module.startswith(tuple(MODELS))
+
+    @property
     def places(self) -> tuple[tuple[str, str], ...]:
         """Modules, and the name that each has for it."""
         pairs = (copy.partition(":") for copy in (self.module, *self.copies))
@@ -71,8 +76,15 @@ class Binding:
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _CUDA_GRAPHS = "megatron.core.transformer.cuda_graphs"
 _GPT_MODEL = "megatron.core.models.gpt.gpt_model"
-_HYBRID = "megatron.core.models.hybrid"
 _LAYER_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+_HYBRID = "megatron.core.models.hybrid.hybrid_model"
+_HYBRID_LAYERS = "megatron.core.models.hybrid.hybrid_layer_allocation"
+MODELS = {
+    "megatron.core.models.gpt.": (_GPT_MODEL, "GPTModel.__init__"),
+    "megatron.core.models.hybrid.": (_HYBRID, "HybridModel.__init__"),
+}
+"""Packages of a model class each, and the class. A Megatron needs one of them, whichever it is."""
+
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
@@ -142,7 +154,7 @@ BINDINGS = (
         since="0.16",
     ),
     Binding(
-        f"{_HYBRID}.hybrid_model",
+        _HYBRID,
         "HybridModel",
         (
             "megatron.core.models.mamba",
@@ -156,7 +168,7 @@ BINDINGS = (
         since="0.18",
     ),
     Binding(
-        f"{_HYBRID}.hybrid_layer_allocation",
+        _HYBRID_LAYERS,
         "select_pipeline_segment",
         (),
         "takes the layers of a pipeline rank; here those of the stage that is built",
@@ -234,6 +246,17 @@ _MODEL = (
     "rotary_percent rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
     "seq_len_interpolation_factor mtp_block_spec {} vp_stage"
 )
+_HYBRID_MODEL = (
+    "self config hybrid_stack_spec vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio "
+    "hybrid_mlp_ratio hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy {}parallel_output "
+    "share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
+    "scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection vp_stage"
+)
+_HYBRID_FORWARD = (
+    "self input_ids position_ids attention_mask decoder_input labels inference_context runtime_gather_output "
+    "inference_params loss_mask packed_seq_params padding_mask"
+)
+_SEGMENT = "main_pattern pp_group vp_stage first_stage_layers last_stage_layers"
 _BACKWARD = "input_tensor output_tensor output_tensor_grad"
 
 SIGNATURES: Mapping[tuple[str, str], Mapping[str, Parameters]] = {
@@ -277,6 +300,18 @@ SIGNATURES: Mapping[tuple[str, str], Mapping[str, Parameters]] = {
         "0.17": _names(f"{_FORWARD} padding_mask is_spec_decode"),
         "0.18": _names(f"{_FORWARD} padding_mask output_processor output_processor_context"),
     },
+    (_HYBRID, "HybridModel.__init__"): {
+        "0.18": _names(_HYBRID_MODEL.format("")),
+        "main": _names(_HYBRID_MODEL.format("logit_dtype ")),
+    },
+    (_HYBRID, "HybridModel.forward"): {
+        "0.18": _names(_HYBRID_FORWARD),
+        "main": _names(f"{_HYBRID_FORWARD} compute_mtp_loss"),
+    },
+    (_HYBRID_LAYERS, "select_pipeline_segment"): {
+        "0.18": _names(_SEGMENT),
+        "0.19": _names(f"{_SEGMENT} tp_group dp_cp_group"),
+    },
     (_LAYER_SPECS, "get_gpt_decoder_block_spec"): {
         "0.14": _names("config use_transformer_engine normalization qk_l2_norm vp_stage"),
         "0.15": _names("config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank"),
@@ -316,7 +351,8 @@ def recognise(signature_of: Callable[[str, str], Parameters | None], package: st
     """Which version of Megatron has these signatures.
 
     Args:
-        signature_of: from module and name to parameter names; None if the name is missing.
+        signature_of: from module and name to parameter names; None if the name is missing. Names of a model
+            class may be, if another one is there.
         package: whose names are looked at; the wheels of megatron-core have ``megatron.core`` alone.
 
     Returns:
@@ -326,6 +362,9 @@ def recognise(signature_of: Callable[[str, str], Parameters | None], package: st
         ValueError: naming every name, or parameter of it, that every version we know has and this one lacks.
     """
     signatures = {key: signature_of(*key) for key in SIGNATURES if key[0].startswith(package)}
+    gone = tuple(part for part, key in MODELS.items() if signatures[key] is None)
+    if len(gone) < len(MODELS):
+        signatures = {key: found for key, found in signatures.items() if not key[0].startswith(gone)}
     lacking = [
         f"{'.'.join(key)} lacks {', '.join(sorted(set(NEEDED[key]) - set(signature)))}"
         if signature is not None

@@ -16,7 +16,14 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Found, Parameters, recognise
+from megatron_vocabpar.megatron_lm.bindings import (
+    BINDINGS,
+    MODELS,
+    Binding,
+    Found,
+    Parameters,
+    recognise,
+)
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
@@ -104,6 +111,11 @@ def has_name(binding: Binding) -> bool:
     return True
 
 
+def is_here(binding: Binding, version: str) -> bool:
+    """Whether this version has the name; those of a model class alone may be gone from it."""
+    return binding.is_in(version) and (not binding.is_of_a_model or has_name(binding))
+
+
 def _swap(binding: Binding, current: Any, new: Any) -> None:
     for module, path in binding.places:
         holder: Any = sys.modules.get(module)
@@ -142,7 +154,7 @@ def apply(config: FlagConfig) -> Patch:
     patch = Patch(config, recognise(live_signature))
     try:
         for binding in BINDINGS:
-            if binding.is_in(patch.version) and binding.is_needed(config):
+            if binding.is_needed(config) and is_here(binding, patch.version):
                 patch.replace(binding, replacement_for(binding, original_of(binding), config))
     except BaseException:
         patch.undo()
@@ -154,11 +166,13 @@ def live_signature(module: str, name: str) -> Parameters | None:
     """Parameter names of ``module.name`` in the importable Megatron; None if it has no such name.
 
     Raises:
-        ValueError: if the module cannot be imported.
+        ValueError: if the module cannot be imported, other than a model's.
     """
     try:
         owner: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if module.startswith(tuple(MODELS)) and f"{module}.".startswith(f"{error.name}."):
+            return None
         raise ValueError(
             f"cannot import {module} ({error}); run from a Megatron-LM checkout, or put it on PYTHONPATH"
         ) from error

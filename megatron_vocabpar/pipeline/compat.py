@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -35,10 +35,8 @@ _BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).paramete
 _GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(
     process_groups_config, "ModelCommProcessGroups", SimpleNamespace
 )
-GROUPS_ARGUMENT = (
-    "pg_collection" if "pg_collection" in inspect.signature(GPTModel).parameters else "model_comm_pgs"
-)
-"""The argument by which GPTModel takes its process groups; 0.14 has another name for it."""
+GROUPS_ARGUMENT = list(inspect.signature(LanguageModule).parameters)[1]
+"""The argument by which a model takes its process groups: ``pg_collection``; in 0.14 ``model_comm_pgs``."""
 
 COUNTS_LAYERS_BY_GROUP = "pp_rank" in inspect.signature(get_transformer_layer_offset).parameters
 """Whether megatron-core counts the layers of a chunk from its process groups; 0.14 asks global state."""
@@ -201,12 +199,12 @@ def finalize_gradients(
 
 
 def tensor_parallel_group(model: Any) -> Any:
-    """The tensor-parallel group that a GPTModel was built with."""
+    """The tensor-parallel group that a model was built with."""
     return getattr(model, GROUPS_ARGUMENT).tp
 
 
 def model_groups() -> Any:
-    """The process groups that a GPTModel takes, from megatron-core's parallel state."""
+    """The process groups that a model takes, from megatron-core's parallel state."""
     return _GROUPS.use_mpu_process_groups()
 
 

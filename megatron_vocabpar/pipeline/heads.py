@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
@@ -227,9 +226,10 @@ class _Heads:
             return self.compute_language_model_loss(arguments["labels"], self._losses.new_zeros(s, b, 1))
         arguments["hidden_states"] = self._losses.new_zeros(k * s, b, 1)
         if _PROCESS is None:
-            accepted = inspect.signature(GPTModel._postprocess).parameters
+            postprocess = type(self._model)._postprocess
+            accepted = inspect.signature(postprocess).parameters
             arguments = {name: value for name, value in arguments.items() if name in accepted}
-            return GPTModel._postprocess(self, **dict.fromkeys(_ROTARY), **arguments)
+            return postprocess(self, **dict.fromkeys(_ROTARY), **arguments)
         arguments |= {
             "output_layer": self.output_layer,
             "output_weight": self._losses.new_zeros(()),  # from 0.19 on it may be detached

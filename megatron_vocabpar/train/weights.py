@@ -10,10 +10,10 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 from megatron_vocabpar.pipeline import compat
@@ -25,8 +25,8 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 
 
-def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of an unwrapped stage by their names in the whole model, layers counted from 0.
+def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of an unwrapped stage by their names in the whole model, transformer layers counted from 0.
 
     Experts have their numbers in the whole layer.
     A weight tied on this stage comes once, as its embedding.
@@ -34,20 +34,25 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
     for name, parameter in model.named_parameters():
         match = _LAYER.match(name)
         if match:
-            number = model.decoder.layers[int(match[1])].layer_number - 1
+            number = (model.decoder.layers[int(match[1])].layer_number - 1) // _sublayers(model)
             name = f"decoder.layers.{number}.{name[match.end() :]}"
         if expert := _EXPERT.search(name):
             name = _EXPERT.sub(str(_first_expert(model) + int(expert[0])), name)
         yield name, parameter
 
 
-def _first_expert(model: GPTModel) -> int:
+def _sublayers(model: Any) -> int:
+    """A transformer layer is two layers of HybridModel, attention and MLP."""
+    return 2 if hasattr(model, "hybrid_layer_pattern") else 1
+
+
+def _first_expert(model: Any) -> int:
     """Number of this rank's first expert in every layer."""
     local = model.config.num_moe_experts // model.config.expert_model_parallel_size
     return parallel_state.get_expert_model_parallel_rank() * local
 
 
-def initialise_weights(model: GPTModel, seed: int) -> None:
+def initialise_weights(model: Any, seed: int) -> None:
     """Draw all weights of an unwrapped stage anew: normal with Megatron's standard deviations.
 
     Matrices get ``init_method_std``, projections back into the residual stream that over ``sqrt(2 L)``.
@@ -62,7 +67,7 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
             name = "embedding.word_embeddings.weight"
         std = config.init_method_std
         if name.endswith(_SCALED):
-            std /= math.sqrt(2 * config.num_layers)
+            std /= math.sqrt(2 * config.num_layers / _sublayers(model))
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         dim, whole, _, _ = _place(model, name, parameter)
@@ -72,7 +77,7 @@ def initialise_weights(model: GPTModel, seed: int) -> None:
             parameter.copy_(local_part(model, name, parameter, full))
 
 
-def _place(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
+def _place(model: Any, name: str, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
     """A parameter's slice of its whole tensor: dimension, size of the whole, first index, count."""
     if isinstance(model, PartitionedModel) and name in _VOCABULARY:
         shard = model.shard.range
@@ -88,7 +93,7 @@ def _place(model: GPTModel, name: str, parameter: torch.nn.Parameter) -> tuple[i
     return dim, get_pg_size(group) * size, get_pg_rank(group) * size, size
 
 
-def local_part(model: GPTModel, name: str, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+def local_part(model: Any, name: str, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that this rank's ``parameter`` holds; padding rows are zero."""
     dim, _, start, size = _place(model, name, parameter)
     part = full.new_zeros(parameter.shape)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vocabpar.train import on_cpu
-from tests.transformer_engine import hook
+from tests.transformer_engine import hook, state_space
 
 
 def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any] | None:
@@ -39,6 +39,7 @@ def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any
     on_cpu.stand_in()
     if transformer_engine is not None:
         hook.install(Path(transformer_engine))
+        state_space.install()
     cpu = importlib.import_module("megatron_vocabpar.train.cpu")  # imports Megatron
     with cpu.megatron_on_cpu():
         for module in ("megatron.training.training", "megatron.training.checkpointing", "torch._dynamo"):

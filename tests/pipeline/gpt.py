@@ -34,7 +34,7 @@ from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.buckets import buckets_on_any_rank
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.model.chunks import chunk_positions
-from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate

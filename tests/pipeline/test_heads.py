@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.cases import rest_is_slow

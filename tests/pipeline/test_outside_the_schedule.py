@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
-from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, batch, parallel_groups, transformer_config
 from tests.spawn import run_ranks

@@ -36,7 +36,7 @@ from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.pipeline import forward_backward, preparation
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners
 from megatron_vocabpar.pipeline.microbatches import Batches, Microbatch, Microbatches
-from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups
 from megatron_vocabpar.schedule.make.generate import generate

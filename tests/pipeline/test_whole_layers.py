@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.partition import even_ranges
-from megatron_vocabpar.pipeline.model.stage_model import VocabParallelGPTModel
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.whole_layers import whole_layers
 from megatron_vocabpar.pipeline.model.whole_rows import WholeRows
 from megatron_vocabpar.train.cpu import megatron_on_cpu

@@ -1,4 +1,4 @@
-"""A GPTModel stage that also holds this rank's rows of both vocabulary layers.
+"""A stage of a language model that also holds this rank's rows of both vocabulary layers.
 
 Every stage gets an ``embedding.word_embeddings`` and an ``output_layer`` with the standard parameter names,
 each with ``P = V_pad / (p * t)`` rows, so one DDP wrapper covers transformer layers and shards. The
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt import GPTModel
 
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.pipeline import compat, heads
@@ -231,7 +230,7 @@ class PartitionedModel(LanguageModule):
         state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
         if not self.holds_shard:
             return state
-        if not isinstance(self, GPTModel):
+        if not any(each.__name__ == "GPTModel" for each in type(self).__mro__):
             # GPTModel leaves the output layer's empty extra state out of its checkpoints, others don't.
             extra = f"{prefix}output_layer._extra_state"
             replica = (self.shard.member, 0, dist.get_rank(replicas))
@@ -257,7 +256,3 @@ def rows_on(stage: int, shard: VocabShard, config: Any, size: int | None = None)
     """
     size, tensor = size or shard.range.vocab_size, config.tensor_model_parallel_size
     return WholeRows(shard.ranges, shard.member, stage, size, tensor)
-
-
-class VocabParallelGPTModel(PartitionedModel, GPTModel):
-    """megatron-core's GPTModel with partitioned vocabulary layers."""
