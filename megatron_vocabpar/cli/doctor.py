@@ -23,13 +23,13 @@ from megatron_vocabpar.megatron_lm.checkout import (
     recognised,
     source_file,
     takes_by_value,
+    training_script,
 )
 from megatron_vocabpar.megatron_lm.needed import remedy
 
 PATCHED = versions("0.14", "0.19")
 """Versions with a patch for each of their tags."""
 
-_SCRIPT = "pretrain_gpt.py"
 _LINE = "import megatron_vocabpar.adaptor"
 
 
@@ -112,7 +112,8 @@ def _look_at(megatron: Path) -> None:
         raise ValueError(f"{megatron} holds no megatron/core; give the path of a Megatron-LM checkout")
     version, unread = recognised(megatron)
     warned = f", with a warning of {unread}" if unread else ""
-    ready = f"not ready: {needed}" if (needed := remedy(megatron)) else f"ready{warned}"
+    script = training_script(megatron).removesuffix(".py")
+    ready = f"not ready: {needed}" if (needed := remedy(megatron, script)) else f"ready{warned}"
     click.echo(f"{megatron}: Megatron core {version}, by its signatures; {ready}")
     for binding in BINDINGS:
         if source_file(megatron, binding.module) is not None and binding.is_in(version):
@@ -139,15 +140,18 @@ def _lines(checkout: Path, binding: Binding) -> list[str]:
 
 
 def _door(checkout: Path, version: str) -> str:
-    if source_file(checkout, Path(_SCRIPT).stem) is None:
+    script = training_script(checkout)
+    path = checkout / script
+    if not path.is_file():
         return (
-            f"There is no {_SCRIPT}: this is the megatron-core package, for vocabpar train and programs of "
+            f"There is no {script}: this is the megatron-core package, for vocabpar train and programs of "
             "your own; --enable-vocab-parallel needs a Megatron-LM checkout"
         )
-    if _LINE in (checkout / _SCRIPT).read_text(encoding="utf-8"):
-        return f"{_SCRIPT} is patched: run it with --enable-vocab-parallel"
-    patch = f", or apply the patch of its tag, patches/core_v{version}.*" if version in PATCHED else ""
+    if _LINE in path.read_text(encoding="utf-8"):
+        return f"{script} is patched: run it with --enable-vocab-parallel"
+    has_patch = version in PATCHED and script == "pretrain_gpt.py"
+    patch = f", or apply the patch of its tag, patches/core_v{version}.*" if has_patch else ""
     return (
-        f"{_SCRIPT} is not patched: run it as -m megatron_vocabpar.launch {checkout / _SCRIPT} "
+        f"{script} is not patched: run it as -m megatron_vocabpar.launch {path} "
         f"--enable-vocab-parallel{patch}"
     )

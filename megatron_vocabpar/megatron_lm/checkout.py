@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from megatron_vocabpar.megatron_lm.bindings import Found, Parameters, recognise
+from megatron_vocabpar.megatron_lm.bindings import MODELS, Found, Parameters, recognise
 
 
 def importable(path: Sequence[str]) -> list[Path]:
@@ -46,6 +46,12 @@ def source_file(checkout: Path, module: str) -> Path | None:
         if candidate.is_file():
             return candidate
     return None
+
+
+def training_script(checkout: Path) -> str:
+    """The script that trains its GPTModel or, in a Megatron without that, its HybridModel."""
+    module, _ = MODELS["megatron.core.models.gpt."]
+    return "pretrain_hybrid.py" if source_file(checkout, module) is None else "pretrain_gpt.py"
 
 
 @cache

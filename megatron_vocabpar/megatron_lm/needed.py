@@ -35,11 +35,11 @@ def lacking(checkout: Path, script: str = "pretrain_gpt") -> dict[str, str]:
     return {name: by for name, by in sorted(needed.items()) if not _is_found(name, checkout)}
 
 
-def remedy(checkout: Path) -> str:
+def remedy(checkout: Path, script: str = "pretrain_gpt") -> str:
     """One sentence that names the missing libraries and the command to install them; empty without any."""
-    missing = lacking(checkout)
+    missing = lacking(checkout, script)
     names = ", ".join(f"{name} (imported by {module})" for name, module in missing.items())
-    return f"pretrain_gpt.py needs {names}; run: pip install {' '.join(missing)}" if missing else ""
+    return f"{script}.py needs {names}; run: pip install {' '.join(missing)}" if missing else ""
 
 
 def _imported(path: Path, module: str) -> Iterator[str]:
