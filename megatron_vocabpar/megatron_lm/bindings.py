@@ -247,10 +247,11 @@ _MODEL = (
     "seq_len_interpolation_factor mtp_block_spec {} vp_stage"
 )
 _HYBRID_MODEL = (
-    "self config hybrid_stack_spec vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio "
-    "hybrid_mlp_ratio hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy {}parallel_output "
-    "share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
-    "scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection vp_stage"
+    "self config hybrid_stack_spec vocab_size max_sequence_length hybrid_layer_pattern "
+    "hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern pre_process post_process "
+    "fp16_lm_cross_entropy {}parallel_output share_embeddings_and_output_weights position_embedding_type "
+    "rotary_percent rotary_base scatter_embedding_sequence_parallel seq_len_interpolation_factor "
+    "pg_collection vp_stage"
 )
 _HYBRID_FORWARD = (
     "self input_ids position_ids attention_mask decoder_input labels inference_context runtime_gather_output "

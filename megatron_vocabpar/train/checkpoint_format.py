@@ -36,9 +36,9 @@ _NOT_WEIGHTS = "it does not hold tensors and plain values alone"
 def check_files(folder: Path) -> None:
     """Refuse a checkpoint with a file that could run code, or that is not of the format.
 
-    torch unpickles the metadata, so it may hold the format's classes alone. ``common.pt``, which Megatron
-    writes up to 0.18, may hold what ``torch.load`` takes with ``weights_only``; the launcher sets that for all
-    other files.
+    torch unpickles the metadata, so it may hold the format's classes alone. ``common.pt``, which Megatron has
+    up to 0.18, may hold what ``torch.load`` takes with ``weights_only``; the launcher sets that for all other
+    files.
     """
     readers: dict[str, Callable[[BinaryIO], object]] = {
         METADATA_FILE: lambda file: _FormatOnly(file).load(),

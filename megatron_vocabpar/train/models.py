@@ -1,4 +1,4 @@
-"""The model of ``vocabpar train``: megatron-core's HybridModel where there is one (from 0.18 on), else GPTModel.
+"""The model of ``vocabpar train``: megatron-core's HybridModel where there is one, from 0.18 on; or GPTModel.
 
 Both compute the same. HybridModel has the attention and the MLP of a transformer layer as two layers, ``*``
 and ``-`` of its pattern, which a checkpoint names one by one.

@@ -353,19 +353,30 @@ def test_is_asked_for(argv: str, asked: bool) -> None:
 
 
 def _signatures_of(version: str) -> dict[tuple[str, str], tuple[str, ...]]:
-    """The last row of each function that begins with this version or one before it."""
+    """The last row of each function that begins with this version or one before it; it may have none."""
     at = VERSIONS.index(version)
-    return {
-        key: [parameters for since, parameters in rows.items() if VERSIONS.index(since) <= at][-1]
+    known = {
+        key: [parameters for since, parameters in rows.items() if VERSIONS.index(since) <= at]
         for key, rows in SIGNATURES.items()
     }
+    return {key: parameters[-1] for key, parameters in known.items() if parameters}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_signatures_tell_the_version(version: str) -> None:
     known = _signatures_of(version)
     newest = [each for each in VERSIONS if _signatures_of(each) == known][-1]
-    assert recognise(lambda module, name: known[module, name]) == (newest, "")
+    assert recognise(lambda module, name: known.get((module, name))) == (newest, "")
+
+
+def test_one_model_class_suffices() -> None:
+    known = _signatures_of("main")
+    for lacking in ("models.gpt.", "models.hybrid."):
+        found = {key: row for key, row in known.items() if lacking not in key[0]}
+        assert recognise(lambda module, name, found=found: found.get((module, name))).unread == ""
+    neither = {key: row for key, row in known.items() if "models." not in key[0]}
+    with pytest.raises(ValueError, match=r"it has no \S+GPTModel.*no \S+HybridModel"):
+        recognise(lambda module, name: neither.get((module, name)))
 
 
 def test_an_unknown_version_has_the_names_of_the_newest() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_lm.training import Log, checkout, is_since, pretrain, words
+from tests.megatron_lm.training import Log, is_since, pretrain, words
 from tests.support.engine_models import Record, compare
 from tests.support.launch_options import DISTRIBUTED, ENABLE, FROM_WEIGHTS, LATENT, OVERLAP, UNTIED
 
@@ -79,6 +79,7 @@ class Case:
         return "-".join([self.model, self.family, self.method, *sizes, *words(f"{self.both} {self.ours}")])
 
 
+BLOCKS = "--fp8-format hybrid --fp8-recipe blockwise"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 EXCHANGED = f"--expert-model-parallel-size 2 {DISTRIBUTED}"
@@ -100,6 +101,9 @@ ROWS = (
     Case("delta nets", "auto", "", V),
     Case("mamba", "search", sizes=V),
     Case("mamba", "v-zb", "baseline", V),
+    Case("experts", "zb-h1", sizes={"pp": 2}, ours="--vocab-parallel-profile-iterations 1"),
+    Case("attention", "v-half", "baseline", V, both="--fp8-format hybrid --fp8-recipe tensorwise"),
+    Case("mamba alone", "1f1b", "baseline", {"pp": 2}, both=BLOCKS),
 )
 
 
@@ -116,7 +120,7 @@ def train(case: Case, *options: str, stages: int = 1, script: Path | None = None
         *words(case.both),
         *options,
         iterations=ITERATIONS,
-        script=script or checkout() / "pretrain_hybrid.py",
+        script=script,
         transformer_engine=True,
         **sizes,
     )
@@ -149,4 +153,19 @@ def test_trains_as_stock(case: Case, record_property: Record) -> None:
     assert "vocabulary parallelism: method" in ours.text
     assert len(ours.losses) == ITERATIONS
     expected = stock(case.model, case.tied, case.both)
+    compare(ours, expected, record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)
+
+
+@pytest.mark.long
+def test_a_translated_gpt_checkpoint_trains_as_in_stock(tmp_path: Path, record_property: Record) -> None:
+    """Megatron loads GPTModel's layers as attention and MLP by themselves; so it does with our stages."""
+    if not is_since("main"):
+        pytest.skip("this Megatron translates no checkpoints")
+    case, gpt = Case("attention"), ("--num-layers", "4", "--position-embedding-type", "rope", *UNTIED)
+    pretrain(*gpt, "--save", str(tmp_path), iterations=3, transformer_engine=True)
+    start = ("--load", str(tmp_path), *FROM_WEIGHTS)
+    flags = (ENABLE, "--vocab-parallel-family", "v-zb")
+    expected, ours = train(case, *start), train(case, *start, *flags, stages=4, pp=2)
+    drawn = train(case)
+    assert abs(expected.losses[0] / drawn.losses[0] - 1) > 1e-3  # it was loaded
     compare(ours, expected, record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)

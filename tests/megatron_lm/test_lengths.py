@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.megatron_lm.training import Log, is_since, pretrain, words
+from tests.megatron_lm.training import BY_PATTERN, Log, is_since, pretrain, words
 from tests.support.launch_options import FROM_WEIGHTS
 
 SCRIPT = Path(__file__).with_name("with_gathered_attention.py")
@@ -38,6 +38,16 @@ def weights_of_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with Transformer Engine's layers."""
     folder = tmp_path_factory.mktemp("weights")
     pretrain("--save", str(folder), UNTIED, NOT_FUSED, iterations=3, transformer_engine=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights_of_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of HybridModel."""
+    if not is_since("0.18"):
+        pytest.skip("this Megatron has no HybridModel")
+    folder = tmp_path_factory.mktemp("weights")
+    pretrain("--save", str(folder), UNTIED, *BY_PATTERN, iterations=3)
     return folder
 
 
@@ -103,6 +113,16 @@ def test_packed_sequences_in_a_v_of_transformer_engines_layers(weights_of_engine
 def skip_unless_packing() -> None:
     if not is_since("0.16"):
         pytest.skip("this version's pretrain_gpt.py packs no sequences")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "ours", "sizes"),
+    [("--use-distributed-optimizer", "", {"cp": 2}), (PACKED, "--vocab-parallel-family zb-h1", {})],
+)
+def test_layers_by_pattern(weights_of_hybrid: Path, options: str, ours: str, sizes: dict[str, int]) -> None:
+    """Attention of HybridModel with context parallelism, and with packed sequences."""
+    check(weights_of_hybrid, f"{' '.join(BY_PATTERN)} {options}", "vocab-1", sizes, ours, pp=2, **sizes)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.bins import NOT_STORED
-from tests.megatron_lm.training import is_since, pretrain, words
+from tests.megatron_lm.training import BY_PATTERN, is_since, pretrain, words
 
 zstandard = pytest.importorskip("zstandard", reason="Megatron compresses stored log-probabilities with it")
 
@@ -39,33 +39,36 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "sizes", "more"),
+    ("method", "sizes", "more", "model"),
     [
-        ("vocab-2", {"pp": 2}, ()),
+        ("vocab-2", {"pp": 2}, (), ()),
         pytest.param(
             "vocab-1",
             {"pp": 4},
             words("--logits-save-top-p 0.02 --logits-save-top-p-min-k 2"),
+            (),
             marks=pytest.mark.long,
         ),
         pytest.param(
             "vocab-2",
             {"pp": 2, "tp": 2, "dp": 2},
             words("--freeze-all-layers --save-interval 2"),
+            (),
             marks=pytest.mark.long,
         ),
+        pytest.param("vocab-2", {"pp": 2}, (), BY_PATTERN, marks=pytest.mark.long),
     ],
 )
 def test_writes_what_stock_writes(
-    tmp_path: Path, method: str, sizes: dict[str, int], more: tuple[str, ...]
+    tmp_path: Path, method: str, sizes: dict[str, int], more: tuple[str, ...], model: tuple[str, ...]
 ) -> None:
     if not is_since("0.19"):
         pytest.skip("this Megatron has no --logits-save-dir")
     if is_since("main"):  # where it is refused
         more = tuple(word for word in more if word != "--freeze-all-layers")
     weights, dp = tmp_path / "weights", sizes.get("dp", 1)
-    pretrain("--save", str(weights), UNTIED, "--init-method-std", "0.2", iterations=3)
-    start = ("--load", str(weights), "--finetune", "--no-load-optim", "--no-load-rng", UNTIED)
+    pretrain(*model, "--save", str(weights), UNTIED, "--init-method-std", "0.2", iterations=3)
+    start = (*model, "--load", str(weights), "--finetune", "--no-load-optim", "--no-load-rng", UNTIED)
 
     def save(name: str, *options: str, **sizes: int) -> tuple[Any, dict[str, Any]]:
         folder = tmp_path / name
@@ -102,7 +105,7 @@ def test_writes_what_stock_writes(
     assert log.losses == [0.0] * ITERATIONS
     assert log.evaluations == [0.0] * len(log.evaluations)
 
-    student = ("--logits-load-kd-loss-alpha", "1.0", UNTIED, *flags)
+    student = ("--logits-load-kd-loss-alpha", "1.0", UNTIED, *flags, *model)
     trained = [
         pretrain(
             *("--logits-load-dir", str(tmp_path / name / "logits"), *student), iterations=ITERATIONS, **sizes

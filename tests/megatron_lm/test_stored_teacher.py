@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.megatron_lm.training import is_since, pretrain, words
+from tests.megatron_lm.training import BY_PATTERN, is_since, pretrain, words
 
 zstandard = pytest.importorskip("zstandard", reason="Megatron compresses stored log-probabilities with it")
 
@@ -55,21 +55,25 @@ def store(folder: Path, dp: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alpha", "method", "sizes"),
+    ("alpha", "method", "sizes", "model"),
     [
-        ("0.6", "vocab-2", {"pp": 2}),
-        pytest.param("1.0", "vocab-1", {"pp": 2, "tp": 2}, marks=pytest.mark.long),
-        pytest.param("0.5", "vocab-2", {"pp": 2, "dp": 2}, marks=pytest.mark.long),
+        ("0.6", "vocab-2", {"pp": 2}, ()),
+        pytest.param("1.0", "vocab-1", {"pp": 2, "tp": 2}, (), marks=pytest.mark.long),
+        pytest.param("0.5", "vocab-2", {"pp": 2, "dp": 2}, (), marks=pytest.mark.long),
+        pytest.param("0.6", "vocab-1", {"pp": 2}, BY_PATTERN, marks=pytest.mark.long),
     ],
 )
-def test_trains_as_stock(tmp_path: Path, alpha: str, method: str, sizes: dict[str, int]) -> None:
+def test_trains_as_stock(
+    tmp_path: Path, alpha: str, method: str, sizes: dict[str, int], model: tuple[str, ...]
+) -> None:
     if not is_since("0.19"):
         pytest.skip("this Megatron has no --logits-load-dir")
     weights, teacher = tmp_path / "weights", tmp_path / "teacher"
     teacher.mkdir()
     store(teacher, dp := sizes.get("dp", 1))
-    pretrain("--save", str(weights), UNTIED, iterations=3)
+    pretrain("--save", str(weights), UNTIED, *model, iterations=3)
     options = (
+        *model,
         *("--load", str(weights), "--finetune", "--no-load-optim", "--no-load-rng", UNTIED),
         *("--logits-load-dir", str(teacher), "--logits-load-kd-loss-alpha", alpha),
     )

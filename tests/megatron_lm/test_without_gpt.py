@@ -1,4 +1,4 @@
-"""A Megatron-LM without GPTModel, which NVIDIA deprecates: HybridModel is doctored, trained, saved and resumed."""
+"""A Megatron-LM without GPTModel, which NVIDIA deprecates: it is read, trained, saved and resumed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_vocabpar.cli.doctor import doctor_command
 from megatron_vocabpar.megatron_lm.checkout import version_of
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.job import run_job
+from megatron_vocabpar.train.ranks import WORKER_MODULE
 from tests.megatron_lm.training import ROOT, Log, checkout, is_since, pretrain, words
 
 IMPORT = re.compile(r"from (megatron\.core\.models\.gpt)?(\.gpt_model)? import GPTModel( as \w+)?$", re.M)
@@ -42,10 +43,6 @@ def without_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def losses(path: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
-
-
 def test_doctor_reads_the_other_model(without_gpt: Path) -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(without_gpt)])
     assert result.exit_code == 0, result.output
@@ -66,7 +63,6 @@ def test_trains_saves_and_resumes(
     def train(pattern: str, *options: str, until: int, pp: int = 1) -> Log:
         return pretrain(
             *(*MODEL, "--hybrid-layer-pattern", pattern, "--exit-interval", str(until), *options),
-            script=without_gpt / "pretrain_hybrid.py",
             pp=pp,
         )
 
@@ -91,15 +87,32 @@ def test_vocabpar_train_trains_the_same_model_as_with_gpt(
 ) -> None:
     """Beside megatron-core as it is installed: HybridModel's weights are drawn as those of GPTModel are."""
     config = TrainConfig(
-        pp=2, layers=4, hidden=16, heads=2, seq_length=16, vocab_size=600, tokenizer_vocab_size=500, steps=LAST,
-        microbatches=3, eval_interval=SAVED, save_interval=SAVED, device="cpu", family="v-half", method="vocab-1",
-    )  # fmt: skip
-    run_job(dataclasses.replace(config, output=str(tmp_path / "installed")), print)
+        pp=2,
+        layers=4,
+        hidden=16,
+        heads=2,
+        seq_length=16,
+        vocab_size=600,
+        tokenizer_vocab_size=500,
+        steps=SAVED,
+        save_interval=SAVED,
+        microbatches=3,
+        device="cpu",
+        family="v-half",
+        method="vocab-1",
+    )
+
+    def train(name: str, worker: str) -> list[float]:
+        """The losses of a job and of one that goes on from its checkpoint."""
+        job = dataclasses.replace(config, output=str(tmp_path / name))
+        run_job(job, print, worker)
+        run_job(dataclasses.replace(job, steps=LAST, resume=True), print, worker)
+        lines = (tmp_path / name / job.method / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    expected = train("installed", WORKER_MODULE)
     paths = [str(without_gpt), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    mine = dataclasses.replace(config, output=str(tmp_path / "copy"))
-    for job in (dataclasses.replace(mine, steps=SAVED), dataclasses.replace(mine, resume=True)):
-        run_job(job, print, "tests.megatron_lm.train_worker")
-    found, expected = (losses(tmp_path / name / "vocab-1" / "metrics.jsonl") for name in ("copy", "installed"))
+    found = train("copy", "tests.megatron_lm.train_worker")
     assert len(found) == LAST
     np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""A process of ``vocabpar train`` on the CPU for versions of Megatron that ask CUDA for more than it replaces."""
+"""A process of ``vocabpar train`` on the CPU, for Megatrons that ask CUDA for more than it replaces."""
 
 from __future__ import annotations
 

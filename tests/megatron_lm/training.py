@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 
 from megatron_vocabpar.megatron_lm.bindings import VERSIONS, recognise, versions
 from megatron_vocabpar.megatron_lm.checkout import source_signatures
+from tests.megatron_lm.script_name import script_of
 from tests.transformer_engine import hook
 
 ON_CPU = "megatron_vocabpar.train.on_cpu"
@@ -45,6 +46,11 @@ LOCAL = words(
     "--no-rope-fusion"
 )
 """Megatron's own layers without what only a GPU has; else those of Transformer Engine, its default."""
+BY_PATTERN = words(
+    "--spec tests.megatron_lm.local_layers spec --num-layers 8 --hybrid-layer-pattern *-*-*-*- "
+    "--position-embedding-type rope"
+)
+"""HybridModel of those layers; skip the test where ``is_since("0.18")`` is false."""
 TRAINING = words(
     "--micro-batch-size 2 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--weight-decay 0.01 --clip-grad 1.0 --seed 1234 --distributed-backend gloo "
@@ -146,7 +152,7 @@ def pretrain(
     fails: bool = False,
     transformer_engine: bool = False,
 ) -> Log:
-    """Run ``pretrain_gpt.py`` on ``pp * tp * dp * cp`` processes.
+    """Run ``pretrain_gpt.py``, or that of layers by pattern, on ``pp * tp * dp * cp`` processes.
 
     Args:
         arguments: of Megatron and ours.
@@ -161,7 +167,7 @@ def pretrain(
     build_dataset_helpers(megatron)
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(str(script or megatron / "pretrain_gpt.py"), *MODEL, *layers, *TRAINING),
+            *(str(script or megatron / f"{script_of(arguments)}.py"), *MODEL, *layers, *TRAINING),
             *("--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)),
             *(["--context-parallel-size", str(cp)] if cp > 1 else []),
             *("--vocab-size", str(vocab_size - added_ids(megatron))),

@@ -1,4 +1,4 @@
-"""The checkout's ``pretrain_gpt.py`` with an attention that takes what the local one refuses, and its data.
+"""The checkout's training script with an attention that takes what the local one refuses, and its data.
 
 ``--sft`` trains on packed sequences, as it does with a file of conversations; ``--lengths vary`` on
 microbatches of different lengths, for which no version of Megatron-LM has a flag; ``--documents short`` on
@@ -17,6 +17,7 @@ from megatron.core.models import backends
 from megatron.training import training
 
 from tests.gathered_attention import GatheredAttention
+from tests.megatron_lm.script_name import script_of
 
 
 class MaskedDataset(gpt_dataset.MockGPTDataset):
@@ -68,4 +69,4 @@ if __name__ == "__main__":
         at = sys.argv.index("--documents")
         del sys.argv[at : at + 2]
         gpt_dataset.MockGPTLowLevelDataset.max_sequence_length = 24
-    runpy.run_module("pretrain_gpt", run_name="__main__")
+    runpy.run_module(script_of(sys.argv), run_name="__main__")

@@ -1,14 +1,17 @@
-"""The checkout's ``pretrain_gpt.py``, which also reports entropy and accuracy of stock's logits in double."""
+"""The checkout's training script, which also reports entropy and accuracy of stock's logits in double."""
 
 from __future__ import annotations
 
 import runpy
+import sys
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from megatron import training
 from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from tests.megatron_lm.script_name import script_of
 
 
 def pretrain(
@@ -41,4 +44,4 @@ def pretrain(
 
 if __name__ == "__main__":
     training.pretrain = partial(pretrain, training.pretrain)
-    runpy.run_module("pretrain_gpt", run_name="__main__")
+    runpy.run_module(script_of(sys.argv), run_name="__main__")
