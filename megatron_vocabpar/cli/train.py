@@ -87,6 +87,8 @@ def _train(context: click.Context, **options: Any) -> None:
     """Train a GPT with its vocabulary layers spread over the pipeline, and report on it.
 
     Starts its own processes on this machine; under torchrun it is one of them.
+
+    The model is megatron-core's HybridModel from 0.18 on, GPTModel before; each resumes from its own checkpoints.
     """
     require_modules()
     from megatron_vocabpar.train.failure import Interrupted, TrainingFailed
