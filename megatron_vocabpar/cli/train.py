@@ -88,7 +88,8 @@ def _train(context: click.Context, **options: Any) -> None:
 
     Starts its own processes on this machine; under torchrun it is one of them.
 
-    The model is megatron-core's HybridModel from 0.18 on, GPTModel before; each resumes from its own checkpoints.
+    The model is megatron-core's HybridModel from 0.18 on, GPTModel before: each goes on from checkpoints of
+    its own.
     """
     require_modules()
     from megatron_vocabpar.train.failure import Interrupted, TrainingFailed

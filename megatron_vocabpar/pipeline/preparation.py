@@ -137,6 +137,11 @@ def _labels(recorded: ModelCall, call: Call) -> torch.Tensor:
             "whole output layer in place of the loss; vocabulary parallelism has neither on one rank: leave "
             "it out"
         )
+    if recorded.kwargs.get("compute_mtp_loss") is False:
+        raise ValueError(
+            "forward_step passed compute_mtp_loss False to the model, which has the heads of multi-token "
+            "prediction all the same here: leave it out, or train without --mtp-num-layers"
+        )
     return heads.head_labels(call.chunks[-1], recorded)
 
 

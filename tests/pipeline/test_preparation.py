@@ -24,9 +24,11 @@ def _recorded(**options: Any) -> ModelCall:
     return record_call(forward_step, None, torch.nn.Module())
 
 
-def test_an_output_processor_is_refused_not_left_out() -> None:
-    with pytest.raises(ValueError, match=r"passed an output_processor .* leave it out"):
-        _labels(_recorded(output_processor=print), SimpleNamespace())  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", [{"output_processor": print}, {"compute_mtp_loss": False}])
+def test_what_the_model_is_passed_is_refused_not_left_out(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"passed (an )?{name} .* leave it out"):
+        _labels(_recorded(**options), SimpleNamespace())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("documents", "kept"), [((4, 4, 4, 4), 1), ((4, 4, 2, 4), 3), ((4, 2, 4, 4), 4)])
