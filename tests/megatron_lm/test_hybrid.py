@@ -50,7 +50,7 @@ MODELS = {
 }
 """By name: the layers, those of further heads, and options of the architecture."""
 
-SINCE = {"latent": "0.19", "sparse": "main"}
+SINCE = {"latent": "0.19", "sparse": "0.19"}
 
 
 @dataclass(frozen=True)
