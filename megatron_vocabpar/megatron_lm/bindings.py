@@ -50,11 +50,6 @@ class Binding:
     until: str = VERSIONS[-1]
 
     @property
-    def is_of_a_model(self) -> bool:
-        """Whether a Megatron can do without it, which has another model class."""
-        return self.module.startswith(tuple(MODELS))
-
-    @property
     def places(self) -> tuple[tuple[str, str], ...]:
         """Modules, and the name that each has for it."""
         pairs = (copy.partition(":") for copy in (self.module, *self.copies))
@@ -84,6 +79,12 @@ MODELS = {
     "megatron.core.models.hybrid.": (_HYBRID, "HybridModel.__init__"),
 }
 """Packages of a model class each, and the class. A Megatron needs one of them, whichever it is."""
+
+
+def of_a_model(module: str) -> bool:
+    """Whether a Megatron with another model class can do without this module."""
+    return module.startswith(tuple(MODELS))
+
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"

@@ -16,14 +16,7 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
-from megatron_vocabpar.megatron_lm.bindings import (
-    BINDINGS,
-    MODELS,
-    Binding,
-    Found,
-    Parameters,
-    recognise,
-)
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Found, Parameters, of_a_model, recognise
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
@@ -113,7 +106,7 @@ def has_name(binding: Binding) -> bool:
 
 def is_here(binding: Binding, version: str) -> bool:
     """Whether this version has the name; those of a model class alone may be gone from it."""
-    return binding.is_in(version) and (not binding.is_of_a_model or has_name(binding))
+    return binding.is_in(version) and (not of_a_model(binding.module) or has_name(binding))
 
 
 def _swap(binding: Binding, current: Any, new: Any) -> None:
@@ -171,7 +164,7 @@ def live_signature(module: str, name: str) -> Parameters | None:
     try:
         owner: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if module.startswith(tuple(MODELS)) and f"{module}.".startswith(f"{error.name}."):
+        if of_a_model(module) and f"{module}.".startswith(f"{error.name}."):
             return None
         raise ValueError(
             f"cannot import {module} ({error}); run from a Megatron-LM checkout, or put it on PYTHONPATH"

@@ -42,10 +42,9 @@ def check_files(folder: Path) -> None:
     """
     readers: dict[str, Callable[[BinaryIO], object]] = {
         METADATA_FILE: lambda file: _FormatOnly(file).load(),
-        "common.pt": partial(torch.load, weights_only=True),
     }
-    if not (folder / "common.pt").exists():
-        del readers["common.pt"]
+    if (folder / "common.pt").exists():
+        readers["common.pt"] = partial(torch.load, weights_only=True)
     for name, read in readers.items():
         with open(folder / name, "rb") as file:
             try:

@@ -33,8 +33,8 @@ if HYBRID:
             super().__init__(*args, **kwargs)
             self.post_layer_norm = True
             if self.post_process:
-                sizes = {"hidden_size": self.config.hidden_size, "eps": self.config.layernorm_epsilon}
-                self.final_norm = build_module(norm, config=self.config, **sizes)
+                config = self.config
+                self.final_norm = build_module(norm, config, config.hidden_size, config.layernorm_epsilon)
 
 else:
     from megatron.core.models.gpt import GPTModel as Model
@@ -63,11 +63,8 @@ def layers_of(stage: int, counts: tuple[int, ...]) -> dict[str, Any]:
         attention_layer=part(TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"),
         mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
     )
-    params = {
-        "types": "*-" * counts[stage],
-        "offset": LAYERS * sum(counts[:stage]),
-        "norm": layer.submodules.input_layernorm,
-    }
+    norm = layer.submodules.input_layernorm
+    params = {"types": "*-" * counts[stage], "offset": LAYERS * sum(counts[:stage]), "norm": norm}
     return {
         "hybrid_stack_spec": ModuleSpec(module=_Stage, submodules=stack, params=params),
         "hybrid_layer_pattern": "|".join("*-" * count for count in counts),
