@@ -47,7 +47,7 @@ def test_doctor_reads_the_other_model(without_gpt: Path) -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(without_gpt)])
     assert result.exit_code == 0, result.output
     assert f"Megatron core {version_of(checkout())}, by its signatures" in result.output
-    assert "warns of" not in result.output
+    assert "with a warning of" not in result.output
     assert "hybrid_model.HybridModel" in result.output
     assert "gpt_model.GPTModel" not in result.output
     assert "pretrain_hybrid.py is not patched" in result.output
