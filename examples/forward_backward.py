@@ -17,9 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar import ForwardBackward, VocabParallelGPTModel, megatron_on_cpu, vocab_groups
 
 VOCAB, LENGTH, MICROBATCH, MICROBATCHES, STEPS = 64, 16, 4, 4, 20
 

@@ -27,10 +27,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
-from megatron_vocabpar.train.cpu import megatron_on_cpu
-from megatron_vocabpar.train.weights import initialise_weights
+from megatron_vocabpar import (
+    ForwardBackward,
+    VocabParallelGPTModel,
+    initialise_weights,
+    megatron_on_cpu,
+    vocab_groups,
+)
 
 STAGES, STEPS, COMPARED = 4, 40, 3
 PROMPTS, GROUP, UPDATES, MICROBATCHES, ANSWER = 16, 8, 2, 4, 2

@@ -5,7 +5,17 @@ torch.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_vocabpar import losses
+    from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
+    from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
+    from megatron_vocabpar.pipeline.options import VocabOptions
+    from megatron_vocabpar.schedule.make.generate import make_plan
+    from megatron_vocabpar.schedule.simulate import simulate
+    from megatron_vocabpar.train.cpu import megatron_on_cpu
+    from megatron_vocabpar.train.weights import initialise_weights
 
 __version__ = "0.1.0"
 
@@ -14,7 +24,9 @@ _FACE = {
     "vocab_groups": "pipeline.forward_backward",
     "VocabOptions": "pipeline.options",
     "VocabParallelGPTModel": "pipeline.model.gpt",
+    "initialise_weights": "train.weights",
     "make_plan": "schedule.make.generate",
+    "megatron_on_cpu": "train.cpu",
     "simulate": "schedule.simulate",
     "losses": "",
 }
@@ -24,20 +36,24 @@ __all__ = [
     "ForwardBackward",
     "VocabOptions",
     "VocabParallelGPTModel",
+    "initialise_weights",
     "losses",
     "make_plan",
+    "megatron_on_cpu",
     "simulate",
     "vocab_groups",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _FACE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_FACE)}")
-    home = _FACE[name]
-    if not home:
-        return import_module(f"{__name__}.{name}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+if not TYPE_CHECKING:  # a type checker knows the names above, and no others
+
+    def __getattr__(name):
+        if name not in _FACE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_FACE)}")
+        home = _FACE[name]
+        if not home:
+            return import_module(f"{__name__}.{name}")
+        return getattr(import_module(f"{__name__}.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -58,6 +58,23 @@ def test_the_wheel_brings_its_data_and_verbs(tmp_path: Path, wheel: Path) -> Non
 
 
 @pytest.mark.long
+def test_examples_are_typed_against_the_wheel(tmp_path: Path, wheel: Path) -> None:
+    """A library that a checker may read: a field that does not exist is found before the program runs."""
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("pip install '.[lint]'")
+    _run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    _run(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    typed = [sys.executable, "-m", "mypy", "--python-executable", str(python), "--ignore-missing-imports"]
+    _run(*typed, "--no-strict-optional", *examples, cwd=tmp_path)
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from megatron_vocabpar import VocabOptions\n\nVocabOptions(nonsense=3)\n")
+    done = subprocess.run([*typed, str(wrong)], cwd=tmp_path, capture_output=True, text=True)
+    assert 'Unexpected keyword argument "nonsense"' in done.stdout
+
+
+@pytest.mark.long
 def test_the_wheel_leaves_torch_and_megatron_core_as_they_are(wheel: Path) -> None:
     """Beside a framework's pins: what it requires by itself, and that its doors are found."""
     (found,) = importlib.metadata.distributions(path=[str(wheel)])
@@ -87,8 +104,8 @@ def test_public_names_are_imported_when_asked_for() -> None:
         "print(*(getattr(package, name).__name__ for name in package.__all__))"
     )
     assert _run(sys.executable, "-c", code, cwd=ROOT).split() == [
-        *("ForwardBackward", "VocabOptions", "VocabParallelGPTModel", "megatron_vocabpar.losses"),
-        *("make_plan", "simulate", "vocab_groups"),
+        *("ForwardBackward", "VocabOptions", "VocabParallelGPTModel", "initialise_weights"),
+        *("megatron_vocabpar.losses", "make_plan", "megatron_on_cpu", "simulate", "vocab_groups"),
     ]
     with pytest.raises(AttributeError, match=r"no attribute 'make_plans'; it has ForwardBackward, "):
         megatron_vocabpar.make_plans  # noqa: B018
