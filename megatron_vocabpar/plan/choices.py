@@ -130,17 +130,21 @@ def choices_of(
     name: str,
     microbatches: int | None = None,
     below_ms: float = inf,
+    near_ms: float = inf,
     most: int | None = None,
 ) -> list[Choice]:
     """One method in one family with each of its layouts, or the ``most`` likeliest, but at least one.
 
     They are played for ``microbatches``, by default a few. What cannot take less than ``below_ms``, in
-    whatever order its passes run, is not played, and has a problem.
+    whatever order its passes run, is not played, and has a problem; so has what takes as much and ``near_ms``
+    when played.
     """
     method, family = method_named(method_name), family_named(name)
     try:
         layouts = layer_counts(request, method, family)[:most]
-        return [played(request, method, family, layers, microbatches, below_ms) for layers in layouts]
+        return [
+            played(request, method, family, layers, microbatches, below_ms, near_ms) for layers in layouts
+        ]
     except ValueError as error:
         return [Choice(method.name, family.name, problem=str(error))]
 
@@ -152,6 +156,7 @@ def played(
     layers: tuple[int, ...],
     microbatches: int | None = None,
     below_ms: float = inf,
+    near_ms: float = inf,
 ) -> Choice:
     """One method in one family with these layers of each stage; arguments as for ``choices_of``.
 
@@ -165,22 +170,30 @@ def played(
         PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs, max_activations=most)
     )
     each, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
-    least_ms = job.m * max(each)  # most often this suffices, and it is quick
+    after_ms = _after_ms(request, method, family, layers)
+    least_ms = job.m * max(each) + after_ms  # most often this suffices, and it is quick
     if least_ms < below_ms:
         least_ms = problem.bound_ms() + (job.m - m) * max(each)
         busy = Use(job.m * sum(each) / job.p / least_ms)
-        least_ms = priced_ms(request, least_ms, layers_share, busy)[0]
+        least_ms = priced_ms(request, least_ms, layers_share, busy)[0] + after_ms
     if least_ms >= below_ms:
-        return Choice(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
+        return _too_long(method, family, layers, least_ms)
     best, *_ = problem.played(_PASSES)
     schedule = problem.schedule(best)
     length_ms, idle = _extended(problem, schedule, best.end, job.m - m)
     use = Use(1.0 - idle)
+    lengths_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
+    if lengths_ms[0] + after_ms >= max(below_ms, near_ms):
+        return _too_long(method, family, layers, lengths_ms[0] + after_ms)
     if method.vocabulary_parallel:
-        launched = launch_when_ready(schedule, lower(schedule, costs), problem.times, layers)
+        launched = launch_when_ready(schedule, problem.times, layers)
         use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
-    lengths_ms = priced_ms(request, length_ms, layers_share, use)
+        lengths_ms = priced_ms(request, length_ms, layers_share, use)
     return _measured_out(request, schedule, family, layers, lengths_ms, use)
+
+
+def _too_long(method: Method, family: Family, layers: tuple[int, ...], least_ms: float) -> Choice:
+    return Choice(method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
 
 
 def _layers_share(problem: Problem) -> float:
@@ -262,9 +275,7 @@ def _measured_out(
         weights[placement.last_stage] += model.mtp_depths
     held = [Held(*pair) for pair in zip(peak_activations(schedule, weights), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
-    parameters = parameters_of(model, job, schedule.method, placement, layers)
-    w_chunks = family.chunks if family.splits_w else 0
-    after = longest_after_ms(job, request.hardware, parameters, request.costs(), w_chunks)
+    after = _after_ms(request, schedule.method, family, layers)
     return Choice(
         schedule.method.name,
         family.name,
@@ -276,6 +287,13 @@ def _measured_out(
         after_ms=after,
         use=use,
     )
+
+
+def _after_ms(request: Request, method: Method, family: Family, layers: tuple[int, ...]) -> float:
+    placement = Placement(request.job.p, family.chunks, family.shape)
+    parameters = parameters_of(request.model, request.job, method, placement, layers)
+    w_chunks = family.chunks if family.splits_w else 0
+    return longest_after_ms(request.job, request.hardware, parameters, request.costs(), w_chunks)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:

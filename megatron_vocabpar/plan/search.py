@@ -1,8 +1,7 @@
 """Searches how to spread a model over some GPUs: it lists every way to divide it, and plays the best ones.
 
 Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
-Ways are played in the order of their bounds, until no other can be among the ten best, or ``MOST`` have been
-played. For each way, our schedules with vocab-1, those with whole vocabulary layers and layers by hand, and
+Ways are played in the order of their bounds, the first ``MOST``. For each way, our schedules with vocab-1, those with whole vocabulary layers and layers by hand, and
 Megatron's are played. For the best ten, what comes near the best is played with all layouts, and with our
 other methods. What cannot be faster than the known best of its kind, by its bound, is not played.
 
@@ -44,9 +43,9 @@ BEST = 10
 _MOST_WHOLE = 8  # simulated in full
 _ALIKE = 2  # of them, the most with the same sizes, method and family
 _LAYOUTS = 1  # that every way is played with
-OURS = (
-    *((VOCAB_1, family) for family in ("1f1b", "zb-h1", "v-min", "v-half", "v-zb", "dualpipev")),
-    *((BASELINE, family) for family in ("zb-h1", "v-half", "v-zb", "dualpipev")),
+OURS = (  # what most often wins comes first, so that less of the others is played
+    *((BASELINE, family) for family in ("dualpipev", "v-zb", "v-half", "zb-h1")),
+    *((VOCAB_1, family) for family in ("dualpipev", "v-zb", "v-half", "v-min", "zb-h1", "1f1b")),
 )
 OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
@@ -183,15 +182,20 @@ def rungs(question: Question, job: Job) -> list[Job]:
     return sorted(wanted, key=partial(bound_ms, question))
 
 
-def tried(question: Question, job: Job, ours_ms: float = inf, stock_ms: float = inf) -> list[Found]:
+def tried(
+    question: Question, job: Job, ours_ms: float = inf, stock_ms: float = inf, best_ms: float = inf
+) -> list[Found]:
     """Our schedules that fit and the best of Megatron's, for this way to divide the model.
 
-    Ours are left out if they take ``ours_ms`` or longer, and Megatron's if they take ``stock_ms``.
+    Ours are left out if they take ``ours_ms`` or longer, and Megatron's if they take ``stock_ms``. With
+    ``best_ms``, the least known of all ways, what comes near it stays.
     """
     ours: list[Found] = []
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
-            ours += _fitting(question, job, method, family, min([ours_ms, *map(_ms, ours)]), _LAYOUTS)
+            least = min(map(_ms, ours), default=inf)
+            limits = min(ours_ms, least), _NEAR * min(best_ms, least)
+            ours += _fitting(question, job, method, family, limits, _LAYOUTS)
     stock = _cheapest(question, job, "stock", lambda one: stock_choices(one, shorter=True), stock_ms)
     return [*_near(ours), *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
 
@@ -203,12 +207,21 @@ def _near(found: list[Found]) -> list[Found]:
 
 
 def _fitting(
-    question: Question, job: Job, method: str, family: str, below_ms: float, most: int | None = None
+    question: Question,
+    job: Job,
+    method: str,
+    family: str,
+    limits: tuple[float, float],
+    most: int | None = None,
 ) -> list[Found]:
-    """One method in one family with its layouts, or the ``most`` likeliest, unless a bound is too high."""
+    """One method in one family with its layouts, or the ``most`` likeliest, unless one takes too long.
+
+    ``limits`` are ``below_ms`` and ``near_ms`` of ``choices_of``.
+    """
+    below_ms, near_ms = limits
 
     def played(request: Request) -> list[Choice]:
-        return choices_of(request, method, family, below_ms=below_ms, most=most)
+        return choices_of(request, method, family, below_ms=below_ms, near_ms=near_ms, most=most)
 
     return _cheapest(question, job, family, played, below_ms)
 
@@ -251,15 +264,14 @@ def search(
     with mapping(workers) as each:
         while batch := list(islice(waiting, 2 * workers)):
             limits = ([_known_ms(best, job, stock) for _, job in batch] for stock in (False, True))
-            for of_way in each(tried, [question] * len(batch), [job for _, job in batch], *limits):
+            least = [_times(best, False)[0]] * len(batch)
+            for of_way in each(tried, [question] * len(batch), [job for _, job in batch], *limits, least):
                 found += of_way
                 for one in of_way:
                     if one.kind not in best or _ms(one) < _ms(best[one.kind]):
                         best[one.kind] = one
             done += len(batch)
             progress(done, most)
-            if len(best) >= 2 * BEST and batch[-1][0] > _times(best)[BEST - 1]:
-                break
         few = sorted((one for one in best.values() if not one.choice.stock), key=_ms)[:BEST]
         of_kinds = [[one for one in found if one.kind == kind] for kind in (one.kind for one in _near(few))]
         for more in each(_in_other_ways, [question] * len(of_kinds), of_kinds):
@@ -278,14 +290,15 @@ def _in_other_ways(question: Question, found: list[Found]) -> list[Found]:
                 key = method, family, replace(job, offload=False, recompute="none")
                 if key not in known:
                     known.add(key)
-                    more += _fitting(question, job, method, family, min(map(_ms, near)))
+                    least = min(map(_ms, near))
+                    more += _fitting(question, job, method, family, (least, _NEAR * least))
     return more
 
 
 def _known_ms(best: Mapping[tuple[object, ...], Found], job: Job, stock: bool) -> float:
-    """The least ms known of a way's kind."""
+    """The least ms known of a way's kind, or the tenth of all kinds, if that is less."""
     known = best.get(_kind(job, stock))
-    return _ms(known) if known else inf
+    return min(_ms(known) if known else inf, _times(best, stock)[BEST - 1])
 
 
 def _kind(job: Job, stock: bool) -> tuple[object, ...]:
@@ -293,8 +306,9 @@ def _kind(job: Job, stock: bool) -> tuple[object, ...]:
     return job.t, job.p, job.e, stock
 
 
-def _times(best: Mapping[tuple[object, ...], Found]) -> list[float]:
-    return sorted(map(_ms, best.values()))
+def _times(best: Mapping[tuple[object, ...], Found], stock: bool) -> list[float]:
+    """The ms of the ten best kinds of ours or of Megatron's; of those not known yet, infinite."""
+    return sorted([*(_ms(one) for one in best.values() if one.choice.stock == stock), *[inf] * BEST])[:BEST]
 
 
 def _whole(found: list[Found]) -> list[Found]:

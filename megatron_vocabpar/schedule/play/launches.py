@@ -20,8 +20,8 @@ Next: ``plan.py``.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -32,8 +32,9 @@ from megatron_vocabpar.schedule.play.lower import (
     insert,
     layer_ends,
     padded,
+    play_passes,
 )
-from megatron_vocabpar.schedule.play.residence import resident_beside_layers
+from megatron_vocabpar.schedule.play.residence import joined, resident_beside_layers
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import COLLECTIVES, PassType
 from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, Program, Schedule
@@ -81,10 +82,10 @@ def launch_late(
 
 
 def launch_when_ready(
-    schedule: Schedule, program: Program, times: PassTimes, layers: Sequence[int]
+    schedule: Schedule, times: PassTimes, layers: Sequence[int]
 ) -> tuple[Program, Late]:
-    """The first candidate of ``launch_late``, in a tenth of its time: for a planner's many schedules."""
-    played = run_events(schedule, padded(times), program)
+    """About the first candidate of ``launch_late``, as if nothing queued: for a planner's many schedules."""
+    played = play_passes(schedule, times)
     return insert(played, sorted(communications(played)), layers)
 
 
@@ -166,10 +167,11 @@ def moments_in(found: Iterable[Window], boundaries: Sequence[Sequence[float]]) -
     Returns:
         the moments in order, ms.
     """
+    found = list(found)
     closing = sorted((window.deadline_ms, window.ready_ms) for window in found)
     if not closing:
         return []
-    points = sorted({*(ready for _, ready in closing), *(b for row in boundaries for b in row)})
+    points = sorted({*(ready for _, ready in closing), *_inside(found, boundaries)})
     at, closed, opened = [0] * len(boundaries), 0, -1.0  # ``opened``: when the latest closed window opened
     least: list[float] = []
     before: list[int] = []
@@ -193,6 +195,13 @@ def moments_in(found: Iterable[Window], boundaries: Sequence[Sequence[float]]) -
         least.append(best)
         before.append(choice)
     return _chosen(points, least, before, max(ready for _, ready in closing))
+
+
+def _inside(found: Iterable[Window], boundaries: Sequence[Sequence[float]]) -> Iterator[float]:
+    """The boundaries in any window: a moment outside hits nothing, and saves no more waiting than it adds."""
+    for opens, closes in joined((window.ready_ms, window.deadline_ms) for window in found):
+        for row in boundaries:
+            yield from row[bisect_left(row, opens) : bisect_right(row, closes)]
 
 
 def _chosen(
