@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from math import inf
+from statistics import fmean
 
 from megatron_vocabpar.plan.channels import allowed_ms, fewest_channels
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
@@ -34,6 +35,7 @@ from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.launches import launch_late, launch_when_ready
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.play.residence import busy_share
 from megatron_vocabpar.schedule.simulate import Simulation
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import (
@@ -52,6 +54,7 @@ from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Schedule
 METHODS = (BASELINE, REDIS, VOCAB_1, VOCAB_2, INTERLACED)
 ONLY_1F1B = (REDIS, INTERLACED)  # redis moves layers between whole stages; interlaced stops all ranks
 LEAST_WHOLE = 3  # simulated in full, as estimates may be wrong by some percent
+_CLEARLY = 1.005  # over the best: launches and prices change a schedule's time by less
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _LIGHTER = 1.02  # factor on the memory limit, as the whole schedule may hold a little less
 
@@ -130,14 +133,14 @@ def choices_of(
     name: str,
     microbatches: int | None = None,
     below_ms: float = inf,
-    near_ms: float = inf,
+    near_ms: float | None = None,
     most: int | None = None,
 ) -> list[Choice]:
     """One method in one family with each of its layouts, or the ``most`` likeliest, but at least one.
 
     They are played for ``microbatches``, by default a few. What cannot take less than ``below_ms``, in
-    whatever order its passes run, is not played, and has a problem; so has what takes as much and ``near_ms``
-    when played.
+    whatever order its passes run, is not played, and has a problem. With ``near_ms``, so has what takes as
+    much as both when played, and collectives beside layers count only in choices that fit.
     """
     method, family = method_named(method_name), family_named(name)
     try:
@@ -156,7 +159,7 @@ def played(
     layers: tuple[int, ...],
     microbatches: int | None = None,
     below_ms: float = inf,
-    near_ms: float = inf,
+    near_ms: float | None = None,
 ) -> Choice:
     """One method in one family with these layers of each stage; arguments as for ``choices_of``.
 
@@ -183,13 +186,15 @@ def played(
     length_ms, idle = _extended(problem, schedule, best.end, job.m - m)
     use = Use(1.0 - idle)
     lengths_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
-    if lengths_ms[0] + after_ms >= max(below_ms, near_ms):
+    if near_ms is not None and lengths_ms[0] + after_ms >= max(below_ms, near_ms):
         return _too_long(method, family, layers, lengths_ms[0] + after_ms)
-    if method.vocabulary_parallel:
-        launched = launch_when_ready(schedule, problem.times, layers)
-        use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
-        lengths_ms = priced_ms(request, length_ms, layers_share, use)
-    return _measured_out(request, schedule, family, layers, lengths_ms, use)
+    choice = _measured_out(request, schedule, family, layers, lengths_ms, use)
+    if not method.vocabulary_parallel or not (near_ms is None or choice.fits(request)):
+        return choice
+    launched = launch_when_ready(schedule, problem.times, layers)
+    use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
+    lengths_ms = priced_ms(request, length_ms, layers_share, use)
+    return replace(choice, iteration_ms=lengths_ms[0] + after_ms, other_ms=lengths_ms[-1] + after_ms, use=use)
 
 
 def _too_long(method: Method, family: Family, layers: tuple[int, ...], least_ms: float) -> Choice:
@@ -226,8 +231,12 @@ def _further_ms(problem: Problem, pairs: bool) -> list[float]:
     return work
 
 
-def in_full(request: Request, choice: Choice) -> Choice:
-    """The choice as its training would run it: its whole schedule, generated and simulated."""
+def in_full(request: Request, choice: Choice, below_ms: float = inf) -> Choice:
+    """The choice as its training would run it: its whole schedule, generated and simulated.
+
+    If that takes clearly more than ``below_ms`` even if collectives took nothing from layers, its price is
+    not worked out: the choice is then not ``exact``, and has about this time.
+    """
     if choice.method == STOCK:
         chunks = len(choice.layers) // request.job.p
         placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
@@ -237,6 +246,13 @@ def in_full(request: Request, choice: Choice) -> Choice:
     problem = Problem.of(PlanRequest(method=choice.method, p=job.p, m=job.m, family=family, costs=costs))
     schedule = problem.best(TRIAL_PASSES)
     program, late = lower(schedule, costs), NONE_LATE
+    if below_ms < inf:
+        events = run_events(schedule, problem.times, program)
+        use, length_ms = Use(fmean(busy_share(events))), max(events.ends)
+        lengths_ms = priced_ms(request, length_ms, _layers_share(problem), use)
+        done = _measured_out(request, schedule, family, choice.layers, lengths_ms, use)
+        if done.iteration_ms > _CLEARLY * below_ms:
+            return done
     if schedule.method.collectives:
         program, late = launch_late(schedule, program, problem.times, choice.layers)
     events = run_events(schedule, problem.times, program, late)

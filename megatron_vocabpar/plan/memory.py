@@ -41,7 +41,7 @@ _SHARD_LOGIT, _LOGIT, _HIDDEN, _HEAD, _HALF = 7.3, 11.0, 32.6, 8.0, 2
 _WORKSPACES = 120e6
 # Not in Table 5, which is what PyTorch allocated: it reserved 7 to 15 % more in the published runs, and CUDA
 # and NCCL hold memory beside PyTorch. The latter is an assumption.
-_RESERVED, _OUTSIDE = 0.12, 1.5 * GIB
+RESERVED, _OUTSIDE = 0.12, 1.5 * GIB
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,6 @@ def stage_memory(
             inputs,
             _WORKSPACES,
         )
-        reserved, beside = (inside.total * _RESERVED, _OUTSIDE) if outside else (0.0, 0.0)
+        reserved, beside = (inside.total * RESERVED, _OUTSIDE) if outside else (0.0, 0.0)
         stages.append(StageMemory(**{**vars(inside), "reserved": reserved, "outside": beside}))
     return stages

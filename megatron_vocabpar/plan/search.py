@@ -1,9 +1,11 @@
 """Searches how to spread a model over some GPUs: it lists every way to divide it, and plays the best ones.
 
 Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
-Ways are played in the order of their bounds, the first ``MOST``. For each way, our schedules with vocab-1, those with whole vocabulary layers and layers by hand, and
-Megatron's are played. For the best ten, what comes near the best is played with all layouts, and with our
-other methods. What cannot be faster than the known best of its kind, by its bound, is not played.
+Ways are played in the order of their bounds, the first ``MOST``. For each way, our schedules with vocab-1,
+those with whole vocabulary layers and layers by hand, and Megatron's are played. For the best ten, what comes
+near the best is played with all layouts, and with our other methods. What cannot be faster than the known
+best of its kind or the tenth best kind, by its bound, is not played; what is not and comes not near the best
+of all is not priced (``price.py``).
 
 Estimates are mostly too high, by up to 7 % at few microbatches. So of ours and of Megatron's at least
 ``LEAST_WHOLE`` are simulated in full, in the order of their estimates, until no estimate is below the best.
@@ -23,12 +25,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
 from math import inf
+from statistics import fmean
 
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import LEAST_WHOLE, ONLY_1F1B, choices_of, in_full
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
-from megatron_vocabpar.plan.memory import GIB, Held, stage_memory
+from megatron_vocabpar.plan.memory import GIB, RESERVED, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
@@ -157,17 +160,21 @@ def bound_ms(question: Question, job: Job) -> float:
     return job.m * work + step
 
 
-def _fits_with(question: Question, job: Job, held: float) -> bool:
+def _fits_with(question: Question, job: Job, held: float, *, mean: bool = False) -> bool:
     """Whether memory fits if layers are spread evenly and each rank holds ``held`` microbatches.
 
-    Only the rank with the least memory is checked, so a job that could fit is never left out.
+    Only the rank with the least memory is checked, or the mean rank without the buffers of vocabulary layers,
+    which no layout or method makes lighter. So a job that could fit is never left out.
     """
     model, p = question.model, job.p
     layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
     method = method_named(VOCAB_1 if p > 1 else BASELINE)
     placement = Placement(p, 1, "standard")
     stages = stage_memory(model, job, method, placement, layers, [Held(max(1.0, held))] * p)
-    return min(stage.total for stage in stages) <= question.limit_gib * GIB
+    needed = min(stage.total for stage in stages)
+    if mean:
+        needed = fmean(one.total - (1.0 + RESERVED) * (one.output + one.inputs) for one in stages)
+    return needed <= question.limit_gib * GIB
 
 
 def rungs(question: Question, job: Job) -> list[Job]:
@@ -234,7 +241,7 @@ def _cheapest(
     for rung in rungs(question, job):
         if bound_ms(question, rung) >= below_ms:
             return []
-        if not _fits_with(question, rung, _LEAST_HELD[family] * job.p):
+        if not _fits_with(question, rung, _LEAST_HELD[family] * job.p, mean=True):
             before = before or question.limit_gib
             continue
         request = Request(question.model, rung, question.hardware, question.limit_gib)
@@ -290,7 +297,7 @@ def _in_other_ways(question: Question, found: list[Found]) -> list[Found]:
                 key = method, family, replace(job, offload=False, recompute="none")
                 if key not in known:
                     known.add(key)
-                    least = min(map(_ms, near))
+                    least = min(map(_ms, [*near, *more]))
                     more += _fitting(question, job, method, family, (least, _NEAR * least))
     return more
 
@@ -330,7 +337,7 @@ def _whole(found: list[Found]) -> list[Found]:
                 checked.append(one)
             elif done < _MOST_WHOLE and alike[same] < _ALIKE:
                 done, alike[same] = done + 1, alike[same] + 1
-                full = replace(one, choice=in_full(one.request, one.choice))
+                full = replace(one, choice=in_full(one.request, one.choice, least))
                 if full.choice.fits(full.request):
                     least = min(least, _ms(full))
                     checked.append(full)

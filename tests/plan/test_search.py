@@ -20,7 +20,7 @@ from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan import search as searching
 from megatron_vocabpar.plan import stock_choices as playing
 from megatron_vocabpar.plan.choice import Request
-from megatron_vocabpar.plan.choices import choice_of, choices_of
+from megatron_vocabpar.plan.choices import choice_of, choices_of, in_full
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import RECOMPUTE, Job
 from megatron_vocabpar.plan.model import Model
@@ -126,12 +126,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same answer as by playing every schedule of every way, with fewer played."""
+    """The same answer as by playing and pricing every schedule of every way, with fewer played."""
     asked = question(small("qwen3-30b-a3b", 12), gpus=8, limit_gib=40.0)
     plays = counted(monkeypatch)
     found, needed = search(asked), len(plays)
     monkeypatch.setattr(searching, "_known_ms", lambda *_: inf)
-    monkeypatch.setattr(searching, "choices_of", lambda *given, below_ms, most: choices_of(*given, most=most))
+    monkeypatch.setattr(
+        searching, "choices_of", lambda *given, below_ms, near_ms, most: choices_of(*given, most=most)
+    )
+    monkeypatch.setattr(searching, "in_full", lambda request, choice, _: in_full(request, choice))
     assert search(asked) == found
     assert needed < 0.8 * (len(plays) - needed)
 

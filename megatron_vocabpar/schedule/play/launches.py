@@ -81,9 +81,7 @@ def launch_late(
     return best
 
 
-def launch_when_ready(
-    schedule: Schedule, times: PassTimes, layers: Sequence[int]
-) -> tuple[Program, Late]:
+def launch_when_ready(schedule: Schedule, times: PassTimes, layers: Sequence[int]) -> tuple[Program, Late]:
     """About the first candidate of ``launch_late``, as if nothing queued: for a planner's many schedules."""
     played = play_passes(schedule, times)
     return insert(played, sorted(communications(played)), layers)
