@@ -5,6 +5,7 @@ Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -23,7 +24,7 @@ from megatron_vocabpar.schedule.play.numbering import Numbering
 from megatron_vocabpar.schedule.play.peaks import Cap, check_cap
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
-from megatron_vocabpar.schedule.words.schedule import Schedule, passes_of
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 TRIAL_PASSES = 60_000  # passes that all trials together may play: a fraction of a second
 _LEAST_TRIAL = 64  # microbatches of a trial, at least, to reach a steady state
@@ -151,14 +152,14 @@ class Problem:
 
     def schedule(self, played: Timeline) -> Schedule:
         """The schedule of a timeline: its order of passes, and its pairs."""
-        numbering = self.graph.numbering
-        rows = ([numbering.item(number) for number in row if number < numbering.size] for row in played.order)
-        pairs = ((numbering.item(forward), numbering.item(backward)) for forward, backward in played.pairs)
-        return replace(
-            self.shape,
-            ranks=tuple(map(passes_of, rows)),
-            pairs=frozenset(Pair(f, b) for f, b in pairs if isinstance(f, Pass) and isinstance(b, Pass)),
-        )
+        graph, m = self.graph, self.shape.m
+        kinds = {node: (graph.type_of(node), graph.stage_of(node)) for node in graph.passes}
+
+        def passes(items: Iterable[int]) -> tuple[Pass, ...]:
+            return tuple(Pass(*kinds[item // m], item % m) for item in items if item // m in kinds)
+
+        pairs = frozenset(Pair(*passes(pair)) for pair in played.pairs)
+        return replace(self.shape, ranks=tuple(map(passes, played.order)), pairs=pairs)
 
     def _try(self, candidate: Candidate, m: int) -> Timeline | None:
         try:
