@@ -47,8 +47,8 @@ _MOST_WHOLE = 8  # simulated in full
 _ALIKE = 2  # of them, the most with the same sizes, method and family
 _LAYOUTS = 1  # that every way is played with
 OURS = (  # baseline is the quickest to work out; of equally fast ones the first, which holds least, stays
-    *((BASELINE, family) for family in ("dualpipev", "v-half", "v-zb", "zb-h1")),
-    *((VOCAB_1, family) for family in ("dualpipev", "v-min", "v-half", "v-zb", "zb-h1", "1f1b")),
+    *((BASELINE, family) for family in ("v-half", "v-zb", "dualpipev", "zb-h1")),
+    *((VOCAB_1, family) for family in ("v-min", "v-half", "v-zb", "dualpipev", "zb-h1", "1f1b")),
 )
 OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best ways are played with
 LADDER = tuple(product((False, True), ("none", "selective", "full")))
