@@ -198,7 +198,7 @@ def _environment(megatron: Path) -> dict[str, str]:
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(megatron), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "NCCL_ALGO": "Ring",  # which --deterministic-mode asks for
+            **{"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},  # for --deterministic-mode
             "PYTHONWARNINGS": "ignore",
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
