@@ -160,7 +160,7 @@ def _given(script: str | None, words: tuple[str, ...]) -> Given:
 
 def _model(options: dict[str, Any], given: Given) -> Model:
     preset, config, seq_length = options["preset"], options["config_file"], options["seq_length"]
-    of_arguments = options["script"] is not None or "num-layers" in given or not (preset or config)
+    of_arguments = options["script"] is not None or _layers_in(given) or not (preset or config)
     if bool(preset) + bool(config) + (of_arguments and bool(given.values)) != 1:
         raise click.UsageError(
             "give one model: --preset, --config, --script, or Megatron's arguments after --"
@@ -176,6 +176,10 @@ def _model(options: dict[str, Any], given: Given) -> Model:
         model = model_from_arguments(given)
     depths = options["mtp_depths"]
     return model if depths is None else replace(model, mtp_depths=depths)
+
+
+def _layers_in(given: Given) -> bool:
+    return any(name in given for name in ("num-layers", "hybrid-layer-pattern", "hybrid-override-pattern"))
 
 
 def _hardware(options: dict[str, Any]) -> Hardware:

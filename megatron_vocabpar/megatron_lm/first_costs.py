@@ -19,11 +19,11 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline.layer_hooks import layers_of
-from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choice import Request, costs_of
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
-from megatron_vocabpar.plan.stage_costs import StageLayers, costs_of_stages
+from megatron_vocabpar.plan.stage_costs import DENSE, SPARSE, StageLayers, costs_of_stages
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -32,7 +32,10 @@ _STANDS_IN = "H100"  # for a device that the planner has no preset of
 
 
 def layers_of_stages(chunks: Sequence[torch.nn.Module], placement: Placement) -> list[StageLayers]:
-    """The layers of every stage, as the model chunks have them; all ranks call this."""
+    """The layers of every stage, as chunks of a GPT have them; all ranks call this.
+
+    Where a pattern gives layers, only their number is right.
+    """
     mine = [_layers(unwrap_model(chunk)) for chunk in chunks]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (parallel_state.get_pipeline_model_parallel_rank(), mine))
@@ -46,7 +49,7 @@ def _layers(chunk: Any) -> StageLayers:
     layers = layers_of(chunk)
     layers = layers[: len(layers) - heads]
     sparse = sum(hasattr(getattr(layer, "mlp", None), "router") for layer in layers)
-    return StageLayers(len(layers) - sparse, sparse, heads)
+    return StageLayers([DENSE] * (len(layers) - sparse) + [SPARSE] * sparse, heads)
 
 
 def first_costs(
@@ -61,28 +64,19 @@ def first_costs(
         device: of this rank.
     """
     try:
-        given = given_of(args)
+        given = Given.of(args)
         model = model_from_arguments(given)
-        model = replace(model, dense_layers=sum(stage.dense for stage in stages) if model.experts else 0)
+        dense = sum(stage.layers.count(DENSE) for stage in stages)
+        model = replace(model, dense_layers=dense if model.experts else 0)
         job, hardware = job_of_processes(given, dist.get_world_size(), m), hardware_of(device)
-        costs = costs_of_stages(model, job, hardware, stages)
-    except (ValueError, ZeroDivisionError):  # layers by pattern, sizes that it does not know
+        request = Request(model, job, hardware, limit_gib=inf)
+        if model.pattern:
+            costs = costs_of(request, tuple(len(stage.layers) for stage in stages))
+        else:
+            costs = costs_of_stages(request.costs(), model, job, hardware, stages)
+    except (ValueError, ZeroDivisionError):  # sizes that it does not know
         return None
-    return (Request(model, job, hardware, limit_gib=inf), costs) if any(costs.stage_ms["F_ms"]) else None
-
-
-def given_of(args: Any) -> Given:
-    """Megatron's parsed arguments as the planner reads those of a command line."""
-    words = {name.replace("_", "-"): value for name, value in vars(args).items()}
-    listed = {
-        name: " ".join(map(str, value)) for name, value in words.items() if isinstance(value, list | tuple)
-    }
-    values = {
-        name: "" if value is True else str(value)
-        for name, value in (words | listed).items()
-        if value is not None and value is not False
-    }
-    return Given(values, "Megatron's arguments")
+    return (request, costs) if any(costs.stage_ms["F_ms"]) else None
 
 
 def hardware_of(device: torch.device) -> Hardware:

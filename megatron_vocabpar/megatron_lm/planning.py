@@ -105,7 +105,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     request, why = plan_request(config, p, m, len(chunks), costs)
     if why:
         say(why)
-    request = replace(request, layers=[sum(stage) for stage in stages])
+    request = replace(request, layers=[len(stage.layers) + stage.heads for stage in stages])
     plans = Plans(request, WriteOrder.of(chunks))
     plan = plans(m) if kept is None else plan_from_json(kept)
     channels = config.options.channels

@@ -13,6 +13,7 @@ from megatron_vocabpar.plan.choice import STOCK, Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.job import OVERLAP
+from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.stock import written
 from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
 from megatron_vocabpar.schedule.make.families import family_named
@@ -24,7 +25,7 @@ _LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tr
 
 
 def launch_line(request: Request, choice: Choice) -> str:
-    """A torchrun command for ``pretrain_gpt.py`` that runs the choice, on mock data."""
+    """A torchrun command that runs the choice with Megatron's script, on mock data."""
     job, model = request.job, request.model
     least = -(-job.gpus // request.hardware.per_host)
     nodes = next(count for count in range(least, job.gpus + 1) if job.gpus % count == 0)
@@ -37,16 +38,12 @@ def launch_line(request: Request, choice: Choice) -> str:
     # The tokenizer adds one id for the end of a document.
     data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
     training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
-    words = [
-        *model_arguments(model),
-        *job_arguments(model, job),
-        *data,
-        *training,
-        *placing_flags(request, choice),
-    ]
-    return _folded(
-        [start, "pretrain_gpt.py" if choice.stock else "-m megatron_vocabpar.launch pretrain_gpt.py", *words]
-    )
+    placing = placing_flags(request, choice)
+    replaced = {flag.split()[0] for flag in placing}
+    of_model = [flag for flag in model_arguments(model) if flag.split()[0] not in replaced]
+    words = [*of_model, *job_arguments(model, job), *data, *training, *placing]
+    script = "pretrain_hybrid.py" if model.pattern else "pretrain_gpt.py"
+    return _folded([start, script if choice.stock else f"-m megatron_vocabpar.launch {script}", *words])
 
 
 def placing_flags(request: Request, choice: Choice) -> list[str]:
@@ -55,7 +52,10 @@ def placing_flags(request: Request, choice: Choice) -> list[str]:
         return list(choice.flags)
     family = family_named(choice.family)
     flags = []
-    if choice.method == REDIS:
+    if request.model.pattern:  # redis places its bars when the training starts
+        bars = choice.method != REDIS and len(choice.layers) > 1
+        flags += [written_in(request.model.written_pattern, choice.layers)] if bars else []
+    elif choice.method == REDIS:
         flags.append(f"--final-stage-num-layers {choice.layers[-1]}")
     elif len(set(choice.layers)) > 1:
         flags.append(written(choice.layers, request.model.mtp_depths))
@@ -98,7 +98,7 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
         f"The output layer is as much work as {outputs / layer:.1f} layers, and a stage has "
         f"{model.layers / job.p:.3g}."
     ]
-    if model.layers % job.p:
+    if model.layers % job.p and not model.pattern:
         most = -(-model.layers // job.p)
         even = [str(p) for p in range(2, 2 * job.p) if model.layers % p == 0]
         lines.append(

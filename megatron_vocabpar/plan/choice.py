@@ -12,7 +12,9 @@ from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
 from megatron_vocabpar.plan.memory import GIB, Parameters, StageMemory
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.pattern import layers_in
 from megatron_vocabpar.plan.price import Price, Use, readings
+from megatron_vocabpar.plan.stage_costs import StageLayers, costs_of_stages
 from megatron_vocabpar.plan.times import after_ms, estimated_costs
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -130,6 +132,16 @@ class Choice:
         """The model's operations over the peak of all GPUs."""
         rate = self.tokens_per_s(request) * request.model.step_flops
         return rate / (request.job.gpus * request.hardware.tflops * 1e12)
+
+
+def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> PassCosts:
+    """The request's costs with the layers of each stage; the last has heads, if any."""
+    costs, model = request.costs(factor), request.model
+    if not model.pattern:
+        return costs if len(set(layers)) == 1 else replace(costs, layers_per_stage=layers)
+    stages = [StageLayers(layers_in(stage.pattern) if count else []) for count, stage in model.stages(layers)]
+    stages[-1] = stages[-1]._replace(heads=model.mtp_depths)
+    return costs_of_stages(costs, model, request.job, request.hardware, stages)
 
 
 def priced_ms(request: Request, length_ms: float, layers: float, use: Use) -> list[float]:

@@ -21,9 +21,16 @@ from math import inf
 from statistics import fmean
 
 from megatron_vocabpar.plan.channels import allowed_ms, fewest_channels
-from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
+from megatron_vocabpar.plan.choice import (
+    STOCK,
+    Choice,
+    Request,
+    costs_of,
+    longest_after_ms,
+    priced_ms,
+)
 from megatron_vocabpar.plan.layer_counts import layer_counts
-from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
+from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stock import Layout
 from megatron_vocabpar.plan.stock_choices import stock_choice
@@ -37,7 +44,7 @@ from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.play.residence import busy_share
 from megatron_vocabpar.schedule.simulate import Simulation
-from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.methods import (
     BASELINE,
     INTERLACED,
@@ -268,12 +275,6 @@ def in_full(request: Request, choice: Choice, below_ms: float = inf) -> Choice:
     return replace(done, exact=True, channels=channels)
 
 
-def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> PassCosts:
-    """The request's costs with the layers of each stage."""
-    costs = request.costs(factor)
-    return costs if len(set(layers)) == 1 else replace(costs, layers_per_stage=layers)
-
-
 def _measured_out(
     request: Request,
     schedule: Schedule,
@@ -286,8 +287,8 @@ def _measured_out(
     model, job = request.model, request.job
     placement = Placement(job.p, family.chunks, family.shape)
     shards = _softmax_shards(schedule)
-    weights = list(layers)
-    if len(set(layers)) > 1:
+    weights = held_by_stages(model, job, layers)
+    if len(set(layers)) > 1 and not model.pattern:
         weights[placement.last_stage] += model.mtp_depths
     held = [Held(*pair) for pair in zip(peak_activations(schedule, weights), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())

@@ -1,17 +1,26 @@
 """The sizes of a decoder, and how many weights they make.
 
-All layers count as the mean layer, even if some differ (leading dense layers of a mixture of experts, sliding
-windows). A head of multi-token prediction has such a layer, a projection of hidden states and embedded
-tokens, and the output layer's work once more. If the model has experts, the head's layer has them, too
-(DeepSeek-V3, README_WEIGHTS.md: 11.5 B weights in its head).
+A layer is made of parts, each of one kind of ``pattern.SYMBOLS``: a GPT's of attention and an MLP, a hybrid
+model's of what its pattern says. All counts are of the mean layer. A GPT's layers count as that one, even if
+some differ (leading dense layers of a mixture of experts, sliding windows). A hybrid model's differ, so that
+each stage of it is a model of its own layers (``stages``).
+
+A head of multi-token prediction has a layer, a projection of hidden states and embedded tokens, and the
+output layer's work once more. If the model has experts, the head's layer has them, too (DeepSeek-V3,
+README_WEIGHTS.md: 11.5 B weights in its head).
 
 Next: ``model.py``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
+
+from megatron_vocabpar.plan.pattern import ATTENTION, layers_in
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class Decoder:
 
     Attributes:
         name, source: the model's name, and where the sizes are from.
-        vocab, hidden, layers, seq_length: V, H, L, s.
+        vocab, hidden, layers, seq_length: V, H, L, s; L counts a pattern's layers.
         heads, groups, head_dim: attention's heads, its groups of heads that share keys and values, and the
             width of a head.
         ffn: the width of a dense MLP.
@@ -36,6 +45,13 @@ class Decoder:
         latent: widths of latent attention: query and key-value compression, and the three parts of a head
             (without and with rotary position, value); empty for ordinary attention.
         mtp_depths: heads of multi-token prediction besides the first head.
+        pattern: the layers of a hybrid model, without bars and heads; empty for a GPT.
+        head: the layers of a head; by default attention, and experts or an MLP.
+        mamba: heads of a Mamba layer, width of a head, groups, width of the state.
+        delta: heads of keys of a gated delta net, their width, heads of values, their width.
+        indexer: heads of sparse attention's indexer, their width, tokens that it chooses.
+        output_gate: attention's output has a gate, as wide as its queries.
+        expert_hidden: the width of experts' inputs, if a projection makes it another than H; else 0.
         flags: Megatron's flags that make the model, but change no count here.
         softcap: the bound of a tanh on logits; 0: none.
         beyond: properties of the model that no flag of Megatron's gives, in words.
@@ -65,30 +81,87 @@ class Decoder:
     windowed: float = 0.0
     latent: tuple[int, ...] = ()
     mtp_depths: int = 0
+    pattern: str = ""
+    head: str = ""
+    mamba: tuple[int, ...] = ()
+    delta: tuple[int, ...] = ()
+    indexer: tuple[int, ...] = ()
+    output_gate: bool = False
+    expert_hidden: int = 0
     flags: tuple[str, ...] = ()
     softcap: float = 0.0
     beyond: tuple[str, ...] = ()
 
-    @property
-    def has_dense_mlp(self) -> bool:
-        return not self.experts or self.dense_layers > 0
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """How many parts of each kind the mean layer has."""
+        if self.pattern:
+            layers = layers_in(self.pattern)
+            return {part: count / len(layers) for part, count in Counter("".join(layers)).items()}
+        sparse = (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
+        return {"*": 1.0, "-": 1.0 - sparse, "E": sparse}
+
+    def share(self, kinds: str) -> float:
+        """How many parts of these kinds the mean layer has: 0.5 for ``*`` in ``M*``."""
+        return sum(number for part, number in self.parts.items() if part in kinds)
 
     @property
     def sparse(self) -> float:
         """The share of layers that have experts, from 0 to 1."""
-        return (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
+        return self.share("E")
 
     @property
     def expert_weights(self) -> float:
         """Weights of all routed experts of the mean layer."""
-        return self.sparse * self.experts * mlp_weights(self) * self.expert_ffn
+        return self.sparse * self.experts * self.weights_of_an_expert
+
+    @property
+    def weights_of_an_expert(self) -> int:
+        return mlp_weights(self) // self.hidden * (self.expert_hidden or self.hidden) * self.expert_ffn
 
     @property
     def shared_weights(self) -> float:
         """Weights of the mean layer that every token passes, with the router and without norms."""
-        dense = (1.0 - self.sparse) * mlp_weights(self) * self.ffn
-        sparse = self.sparse * (mlp_weights(self) * self.shared_ffn + self.hidden * self.experts)
-        return _attention_weights(self) + dense + sparse
+        return sum(number * self._weights_of(part) for part, number in self.parts.items())
+
+    def _weights_of(self, part: str) -> int:
+        if part in ATTENTION:
+            return _attention_weights(self, part)
+        if part == "-":
+            return mlp_weights(self) * self.ffn
+        if part == "E":
+            narrowed = 2 * self.hidden * self.expert_hidden
+            return mlp_weights(self) * self.shared_ffn + self.hidden * self.experts + narrowed
+        inputs, *_, output = scan_widths(self, part)
+        return self.hidden * (inputs + output)
+
+    def like(self, layer: str) -> Self:
+        """The same model if all of its layers had these parts."""
+        return replace(self, pattern=f"[{layer}]", layers=1)
+
+    @property
+    def written_pattern(self) -> str:
+        """Megatron's pattern without bars, with heads."""
+        return self.pattern + f"/{self._head_layer}" * self.mtp_depths
+
+    @cached_property
+    def kinds(self) -> list[tuple[float, Self]]:
+        """Each kind of layer: its share, and a model of such layers; of a GPT the mean layer alone."""
+        if not self.pattern:
+            return [(1.0, self)]
+        layers = layers_in(self.pattern)
+        return [(count / len(layers), self.like(kind)) for kind, count in Counter(layers).items()]
+
+    def stages(self, counts: Sequence[int]) -> list[tuple[int, Self]]:
+        """For each stage, its number of layers and a model with layers as they are there."""
+        if not self.pattern:
+            return [(count, self) for count in counts]
+        layers, stages = layers_in(self.pattern), []
+        for count in counts:
+            here, layers = layers[:count], layers[count:]
+            stage = replace(self, pattern="".join(f"[{one}]" for one in here), layers=count) if here else self
+            stages.append((count, stage))
+        return stages
 
     @property
     def projection_weights(self) -> int:
@@ -103,7 +176,14 @@ class Decoder:
     @property
     def with_head_layers(self) -> Self:
         """The same model if all layers were like those of its multi-token prediction: none is dense."""
-        return replace(self, dense_layers=0)
+        if not self.pattern:
+            return replace(self, dense_layers=0)
+        return self.like(self._head_layer)
+
+    @property
+    def _head_layer(self) -> str:
+        attention = next((part for part in self.parts if part in ATTENTION), "*")
+        return self.head or attention + ("E" if self.experts else "-")
 
     @property
     def vocabulary_weights(self) -> int:
@@ -129,14 +209,29 @@ def widths_of(model: Decoder) -> tuple[int, int, int, int]:
     return (model.heads * (plain + rotary),) * 2 + (model.heads * value,) * 2
 
 
-def _attention_weights(model: Decoder) -> int:
+def scan_widths(model: Decoder, part: str) -> tuple[int, int, int]:
+    """The widths of a scan's input projection, of its convolution's result if it is kept, and of its output.
+
+    Mamba's kernel runs the convolution again in the backward pass.
+    """
+    if part == "M":
+        heads, width, groups, state = model.mamba
+        return heads * (2 * width + 1) + 2 * groups * state, 0, heads * width
+    keys, key_width, values, value_width = model.delta
+    key, value = keys * key_width, values * value_width
+    return 2 * (key + value + values), 2 * key + value, value
+
+
+def _attention_weights(model: Decoder, part: str) -> int:
     query, key, value, output = widths_of(model)
     if not model.latent:
-        return model.hidden * (query + key + value + output)
+        return model.hidden * ((1 + model.output_gate) * query + key + value + output)
     queries, keys, plain, rotary, head_value = model.latent
     into_queries = queries * (model.hidden + query) if queries else model.hidden * query
     into_keys = model.hidden * (keys + rotary) + keys * model.heads * (plain + head_value)
-    return into_queries + into_keys + output * model.hidden
+    heads, width, _ = model.indexer if part == "D" else (0, 0, 0)
+    indexer = (queries or model.hidden) * heads * width + model.hidden * (width + heads)
+    return into_queries + into_keys + output * model.hidden + indexer
 
 
 def mlp_weights(model: Decoder) -> int:

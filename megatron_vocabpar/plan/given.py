@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_vocabpar.schedule.data.schema import text_of
 
@@ -26,6 +27,22 @@ class Given:
     def __init__(self, values: Mapping[str, str], source: str) -> None:
         self.values, self.source = dict(values), source
         self._read: set[str] = set()
+
+    @staticmethod
+    def of(args: Any) -> Given:
+        """Megatron's parsed arguments as the planner reads those of a command line."""
+        words = {name.replace("_", "-"): value for name, value in vars(args).items()}
+        listed = {
+            name: " ".join(map(str, value))
+            for name, value in words.items()
+            if isinstance(value, list | tuple)
+        }
+        values = {
+            name: "" if value is True else str(value)
+            for name, value in (words | listed).items()
+            if value is not None and value is not False
+        }
+        return Given(values, "Megatron's arguments")
 
     def __contains__(self, name: str) -> bool:
         self._read.add(name)

@@ -89,7 +89,13 @@ def can_pair(model: Model, job: Job) -> bool:
 
     These are conditions of ``OVERLAP``; launch lines meet all others.
     """
-    return model.experts > 0 and job.e > 1 and job.recompute != "full" and model.mtp_depths <= 1
+    return (
+        model.experts > 0
+        and not model.pattern
+        and job.e > 1
+        and job.recompute != "full"
+        and model.mtp_depths <= 1
+    )
 
 
 def refused(model: Model, job: Job) -> Iterator[str]:
@@ -104,13 +110,17 @@ def refused(model: Model, job: Job) -> Iterator[str]:
             f"tensor parallel size {job.t} neither divides nor is a multiple of the {model.groups} query "
             f"groups; choose {divisors(model.groups)} (--tp)"
         )
-    widths = [("MLP", model.ffn, job.t)] if model.has_dense_mlp else []
-    widths += [("experts", model.expert_ffn, job.expert_tensor)] if model.experts else []
-    for what, width, size in widths:
-        if width % size:
+    divided = [(f"width {model.ffn} of the MLP", model.ffn, job.t)] if model.share("-") else []
+    if model.experts:
+        divided += [(f"width {model.expert_ffn} of the experts", model.expert_ffn, job.expert_tensor)]
+    if model.share("M"):
+        divided += [(f"{model.mamba[2]} groups of Mamba", model.mamba[2], job.t)]
+    if model.share("G"):
+        divided += [(f"{model.delta[0]} key heads of the gated delta net", model.delta[0], job.t)]
+    for what, number, size in divided:
+        if number % size:
             yield (
-                f"tensor parallel size {size} does not divide the width {width} of the {what}; "
-                f"choose {divisors(width, 8)} (--tp)"
+                f"tensor parallel size {size} does not divide the {what}; choose {divisors(number, 8)} (--tp)"
             )
     if not model.experts and job.e > 1:
         yield f"expert parallel size {job.e}, but the model has no experts; leave it out (--ep)"

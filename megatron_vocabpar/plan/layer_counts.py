@@ -13,14 +13,16 @@ Next: ``choices.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choice import Request, costs_of
+from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import mean_of
-from megatron_vocabpar.schedule.times.redistribution import redistribute, with_final_stage
+from megatron_vocabpar.schedule.times.redistribution import cut, redistribute, with_final_stage
 from megatron_vocabpar.schedule.words.methods import REDIS, Method
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -37,9 +39,23 @@ class _Work(NamedTuple):
 def layer_counts(request: Request, method: Method, family: Family) -> list[tuple[int, ...]]:
     """The layers of each stage, in several ways that are worth playing; the first is the likeliest to win.
 
+    Those of a pattern are ways for mean layers, whose ends go to the nearest layer.
+
     Raises:
         ValueError: if the layers cannot fill the stages, or there is one rank for a family that needs two.
     """
+    ways = _ways(request, method, family)
+    if not request.model.pattern:
+        return ways
+    if method.name == REDIS:
+        return [redistributed(request.model, request.job.p)]
+    work, placement = works(request), Placement(request.job.p, family.chunks, family.shape)
+    ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    return list(dict.fromkeys(cut(work, counts, ranks) for counts in ways))
+
+
+def _ways(request: Request, method: Method, family: Family) -> list[tuple[int, ...]]:
+    """``layer_counts`` of mean layers."""
     p, layers = request.job.p, request.model.layers
     if family.name != "1f1b" and p < 2:
         raise ValueError("needs at least two stages")
@@ -57,6 +73,25 @@ def layer_counts(request: Request, method: Method, family: Family) -> list[tuple
     work = _work(costs, method, placement, layers, pairs=family.pairs and costs.hides)
     ways = list(_by_work(work, placement, layers))
     return list(dict.fromkeys([*even, *ways] if method.vocabulary_parallel else [*ways, *even]))
+
+
+def works(request: Request) -> list[float]:
+    """The ms that each layer of a pattern takes in F, B and W."""
+    without_heads = replace(request, model=replace(request.model, mtp_depths=0))
+    rows = costs_of(without_heads, (1,) * request.model.layers).stage_ms
+    return [sum(ms) for ms in zip(rows["F_ms"], rows["B_ms"], rows["W_ms"], strict=True)]
+
+
+def redistributed(model: Model, p: int, final: int | None = None) -> tuple[int, ...]:
+    """``redistribute_by_flops`` for a pattern, whose layers have unlike work.
+
+    With ``final`` layers on the last stage, the others are as even as can be.
+    """
+    work, layers = model.layer_flops, model.layers
+    if final is not None:
+        others = with_final_stage(layers, p, final)[:-1]
+        return (*cut(work[: layers - final], others, range(p - 1)), final)
+    return cut(work, redistribute(layers, p, 0.0, model.output_flops, sum(work) / layers), range(p))
 
 
 def _even(method: Method, placement: Placement, layers: int) -> tuple[int, ...]:

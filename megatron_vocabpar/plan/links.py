@@ -84,21 +84,20 @@ def exchange_ms(model: Model, job: Job, hardware: Hardware) -> float:
 def tensor_ms(model: Model, job: Job, hardware: Hardware) -> float:
     """The ms of the gathers and scatters in one pass of the mean layer, for tensor and sequence parallelism.
 
-    Two are around attention and two around a dense MLP; ``exchange_ms`` has those of experts.
+    Two are around attention, a scan and a dense MLP each; ``exchange_ms`` has those of experts.
     """
     tokens = model.seq_length * job.micro_batch / job.c
     once = gather_ms(_HALF * tokens * model.hidden, Group(job.t, 1), hardware)
-    dense = 1.0 if not model.experts else model.dense_layers / model.layers
-    return (2 + 2 * dense) * once
+    return 2 * (sum(model.parts.values()) - model.sparse) * once
 
 
 def context_ms(model: Model, job: Job, hardware: Hardware) -> float:
     """The ms of fetching other context parallel ranks' keys and values: mean layer, forward.
 
-    It runs beside attention.
+    It runs beside attention. Scans exchange what enters and leaves them, all tokens for some heads.
     """
     tokens = model.seq_length * job.micro_batch / job.c
-    moved = _HALF * tokens * model.key_width / job.t * job.c
+    moved = _HALF * tokens * (model.key_width * job.c + model.scanned_width) / job.t
     return gather_ms(moved, Group(job.c, job.t), hardware)
 
 

@@ -100,12 +100,11 @@ def parameters_of(
     model: Model, job: Job, method: Method, placement: Placement, layers: Sequence[int]
 ) -> list[Parameters]:
     """The parameters of each rank; ``layers`` counts the transformer layers of each stage."""
-    numbers = [0] * placement.p
-    for stage, number in enumerate(layers):
-        numbers[placement.rank_of(stage)] += number
-    counts = [number * model.shared_weights / job.t for number in numbers]
+    counts, experts = [0.0] * placement.p, [0.0] * placement.p
+    for stage, (number, of_stage) in enumerate(model.stages(layers)):
+        counts[placement.rank_of(stage)] += number * of_stage.shared_weights / job.t
+        experts[placement.rank_of(stage)] += number * of_stage.expert_weights
     counts[placement.last_rank] += model.mtp_depths * model.head_weights / job.t
-    experts = [number * model.expert_weights for number in numbers]
     experts[placement.last_rank] += model.mtp_depths * model.with_head_layers.expert_weights
     whole = model.vocabulary_weights / job.t
     positions = model.seq_length * model.hidden if model.learned_positions else 0
@@ -129,6 +128,13 @@ def _activation(model: Model, job: Job) -> float:
     return _UNCOUNTED * (model.selective_bytes if job.recompute == "selective" else model.activation_bytes)
 
 
+def held_by_stages(model: Model, job: Job, layers: Sequence[int]) -> list[int]:
+    """What stages count where microbatches are held: a GPT's layers, or the bytes of a pattern's, a token."""
+    if not model.pattern:
+        return list(layers)
+    return [round(count * _activation(stage, job)) for count, stage in model.stages(layers)]
+
+
 def stage_memory(
     model: Model,
     job: Job,
@@ -146,20 +152,21 @@ def stage_memory(
     """
     tokens = model.seq_length * job.micro_batch / job.c
     full = job.recompute == "full"
-    activation = _activation(model, job)
-    stages = []
+    of_head = model.with_head_layers if model.pattern else model
+    parts, stages = model.stages(layers), []
+    again = max(
+        _UNCOUNTED * one.activation_bytes - (0 if full else _activation(one, job)) for _, one in model.kinds
+    )
     parameters = parameters_of(model, job, method, placement, layers)
     for rank in range(placement.p):
-        layers_of_rank = [layers[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
-        microbatch = activation * tokens * sum(layers_of_rank) / job.t
+        here = [parts[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
+        microbatch = sum(count * _activation(stage, job) for count, stage in here) * tokens / job.t
         if rank == placement.last_rank:
-            head = activation + (0 if full else _HEAD * model.hidden)
+            head = _activation(of_head, job) + (0 if full else _HEAD * model.hidden)
             microbatch += model.mtp_depths * head * tokens / job.t
         activations = held[rank].activations * microbatch
         if job.recompute != "none":  # one layer runs again
-            activations += (
-                (_UNCOUNTED * model.activation_bytes - (0 if full else activation)) * tokens / job.t
-            )
+            activations += again * tokens / job.t
         output = inputs = 0.0
         heads = 1 + model.mtp_depths
         if method.vocabulary_parallel:

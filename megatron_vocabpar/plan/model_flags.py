@@ -10,11 +10,18 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_vocabpar.plan.read_hybrid import QWEN, beyond_hybrids
+
 # Families whose MLP has no gate. Their files have different keys for it, and many have none.
-_UNGATED = frozenset({"nemotron", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"})
+_UNGATED = frozenset(
+    {"nemotron", "nemotron_h", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"}
+)
 _LAYER_NORM = frozenset({"nemotron", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"})
-_QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2"})
+_QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2", *QWEN})
 _QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
+_SQUARED = ("nemotron", "nemotron_h")
+_NO_POSITIONS = ("nemotron_h", "jamba", "granitemoehybrid")
+_SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _LATENT_NORM = "kv_lora_rank"  # of compressed queries and keys: every model with latent attention has it
 
@@ -28,7 +35,7 @@ def model_flags(data: Mapping[str, Any], windowed: float) -> tuple[str, ...]:
     """Megatron's flags; ``windowed`` is the share of layers with a sliding window."""
     kind = data.get("model_type")
     flags = ["--normalization LayerNorm" if kind in _LAYER_NORM else "--normalization RMSNorm"]
-    flags += ["--apply-layernorm-1p"] if kind == "nemotron" else []
+    flags += ["--apply-layernorm-1p"] if kind == "nemotron" or kind in QWEN else []
     flags += _activation(data)
     flags += [] if kind == "gpt_oss" else ["--disable-bias-linear"]
     if kind != "gpt_oss" and (data.get("attention_bias") or kind in _QKV_BIAS):
@@ -56,7 +63,7 @@ def beyond_flags(data: Mapping[str, Any], windowed: float) -> tuple[str, ...]:
         unsupported.append(f"{scaled} scaling of positions")
     if windowed and data.get("layer_types") and _skipped(data) is None:
         unsupported.append("the order of layers with windows")
-    return tuple(unsupported)
+    return (*unsupported, *beyond_hybrids(data))
 
 
 def _name(data: Mapping[str, Any]) -> str:
@@ -69,10 +76,12 @@ def _activation(data: Mapping[str, Any]) -> list[str]:
         return ["--quick-geglu", "--glu-linear-offset 1.0", "--activation-func-clamp-value 7.0"]
     if is_gated(data):
         return ["--quick-geglu" if _name(data) in _GELU else "--swiglu"]
-    return ["--squared-relu"] if _name(data) == "relu2" or data.get("model_type") == "nemotron" else []
+    return ["--squared-relu"] if _name(data) == "relu2" or data.get("model_type") in _SQUARED else []
 
 
 def _positions(data: Mapping[str, Any]) -> list[str]:
+    if data.get("model_type") in _NO_POSITIONS and data.get("position_embedding_type") != "rope":
+        return ["--position-embedding-type none"]
     flags = [f"--rotary-base {int(data['rope_theta'])}"] if _is_number(data.get("rope_theta")) else []
     share = data.get("partial_rotary_factor")
     flags += [f"--rotary-percent {share}"] if _is_number(share) and share != 1 else []
@@ -110,8 +119,12 @@ def _skipped(data: Mapping[str, Any]) -> int | None:
 
 
 def _router(data: Mapping[str, Any]) -> list[str]:
+    if data.get("model_type") == "nemotron_h" and data.get("n_routed_experts"):
+        data = _SIGMOID | dict(data)
     if not data.get("scoring_func"):
-        return []
+        return (
+            ["--moe-shared-expert-gate"] if data.get("model_type") in QWEN and data.get("num_experts") else []
+        )
     flags = [f"--moe-router-score-function {data['scoring_func']}"]
     if data.get("topk_method") == "noaux_tc":
         flags += ["--moe-router-enable-expert-bias", "--moe-router-load-balancing-type seq_aux_loss"]

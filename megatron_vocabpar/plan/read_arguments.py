@@ -14,8 +14,10 @@ from typing import Any
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.pattern import check_pattern, layers_in
+from megatron_vocabpar.plan.write_arguments import SIZES, SPEC
 
-_NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
+_NEEDED = ("hidden-size", "num-attention-heads", "seq-length")
 _KEPT = (
     "normalization", "norm-epsilon", "apply-layernorm-1p", "disable-bias-linear", "add-qkv-bias",
     "squared-relu", "rotary-base", "rotary-percent", "rotary-interleaved", "rotary-scaling-factor",
@@ -26,6 +28,7 @@ _KEPT = (
     "moe-router-num-groups", "moe-router-group-topk", "moe-router-pre-softmax",
     "moe-router-topk-scaling-factor", "moe-router-dtype", "moe-router-load-balancing-type",
     "moe-aux-loss-coeff", "moe-z-loss-coeff", "mtp-loss-scaling-factor", "no-rope-freq",
+    "moe-shared-expert-gate", "linear-conv-kernel-dim",
 )  # fmt: skip
 # Flags that a plan's launch line has, or replaces, in any case.
 _SAID_ANYWAY = (
@@ -39,7 +42,9 @@ _SAID_ANYWAY = (
 def model_from_arguments(given: Given) -> Model:
     """A model from Megatron's arguments."""
     vocabulary = next((name for name in ("padded-vocab-size", "vocab-size") if name in given), "")
+    written = given.text("hybrid-layer-pattern") or given.text("hybrid-override-pattern")
     missing = [f"--{name}" for name in _NEEDED if name not in given]
+    missing += [] if written or "num-layers" in given else ["--num-layers or --hybrid-layer-pattern"]
     missing += [] if vocabulary else ["--vocab-size"]
     if missing:
         raise ValueError(f"{given.source}: no {', '.join(missing)}; add them")
@@ -49,12 +54,17 @@ def model_from_arguments(given: Given) -> Model:
     ffn = number("ffn-hidden-size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
     experts = number("num-experts", 0) if "num-experts" in given else 0
     window, windowed = _window(given)
+    parts = layers_in(written)
+    if written:
+        check_pattern(written)
+        for name in ("num-layers", *(["spec"] if given.values.get("spec") in SPEC.split() else [])):
+            given.text(name)  # the launch line says them
     return Model(
         name=given.source,
         source=given.source,
         vocab=number(vocabulary),
         hidden=hidden,
-        layers=number("num-layers"),
+        layers=len(parts) or number("num-layers"),
         seq_length=number("seq-length"),
         heads=heads,
         groups=number("num-query-groups", heads) if "group-query-attention" in given else heads,
@@ -72,10 +82,27 @@ def model_from_arguments(given: Given) -> Model:
         dense_layers=_dense_layers(given.text("moe-layer-freq")) if experts else 0,
         window=window,
         windowed=windowed,
-        latent=_latent(given),
-        mtp_depths=number("mtp-num-layers", 0),
+        latent=_latent(given, written),
+        mtp_depths=written.count("/") or number("mtp-num-layers", 0),
+        **_of_pattern(given, written, hidden) if written else {},
+        output_gate="attention-output-gate" in given,
+        expert_hidden=number("moe-latent-size", 0),
         flags=_kept(given),
     )
+
+
+def _of_pattern(given: Given, written: str, hidden: int) -> dict[str, Any]:
+    """What the layers of a pattern have, with Megatron's defaults."""
+    main, _, heads = written.partition("/")
+    width = given.number("mamba-head-dim", 64) if "M" in written else 64
+    defaults = ((2 * hidden // width, 64, 8, 128), (16, 128, 32, 128), (None, None, None))
+    sizes = {
+        name: tuple(map(given.number, flags, usual))
+        for (name, flags), usual, part in zip(SIZES.items(), defaults, "MGD", strict=True)
+        if part in written
+    }
+    head = "".join(layers_in(heads.partition("/")[0]))
+    return {"pattern": main.replace("|", ""), "head": head, **sizes}
 
 
 def _positions(given: Given) -> str:
@@ -83,8 +110,8 @@ def _positions(given: Given) -> str:
     return given.text("position-embedding-type", "rope" if rotary else "learned_absolute")
 
 
-def _latent(given: Given) -> tuple[int, ...]:
-    if "multi-latent-attention" not in given:
+def _latent(given: Given, written: str) -> tuple[int, ...]:
+    if "multi-latent-attention" not in given and not set("+D") & set(written):
         return ()
     names = {
         "q-lora-rank": 0,
@@ -114,6 +141,7 @@ def _kept(given: Given) -> tuple[str, ...]:
         for name in (*_KEPT, "swiglu", "quick-geglu", "window-size", "window-attn-skip-freq")
         if name in given
     ]
+    flags += ["position-embedding-type"] if _positions(given) == "none" else []
     return tuple(f"--{name} {_quoted(given.text(name))}".rstrip() for name in flags)
 
 

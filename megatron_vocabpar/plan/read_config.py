@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ from typing import Any
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.model_flags import beyond_flags, is_gated, model_flags
 from megatron_vocabpar.plan.names import nearest
+from megatron_vocabpar.plan.pattern import check_pattern
+from megatron_vocabpar.plan.read_hybrid import hybrid_of
 from megatron_vocabpar.schedule.data.schema import text_of
 
 _DEFAULT_LENGTH = 4096  # tokens of a sequence, if only a config.json is given
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_SHARED = (
+    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
+)  # fmt: skip
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OPTIONAL = (
     "num_key_value_heads", "head_dim", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
-    "sliding_window", "sliding_window_pattern", "shared_expert_intermediate_size",
+    "sliding_window", "sliding_window_pattern", "attention_head_dim", "moe_latent_size",
 )  # fmt: skip
 # Keys that the text part of a multimodal configuration may leave out, with the defaults of its class:
 # huggingface/transformers, models/gemma3/configuration_gemma3.py, Gemma3TextConfig.
@@ -78,14 +84,17 @@ def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_lengt
         data = {**_LEFT_OUT.get(data["model_type"], {}), **data}
     experts = next((key for key in _EXPERTS if data.get(key)), None)
     _check(data, experts)
+    hybrid = hybrid_of(data)
+    if hybrid:
+        check_pattern(hybrid["pattern"])
+        experts = experts if "E" in hybrid["pattern"] else None
     heads = data["num_attention_heads"]
     expert_ffn = data.get("moe_intermediate_size") or data["intermediate_size"]
-    shared_ffn = (
-        data.get("shared_expert_intermediate_size") or (data.get("n_shared_experts") or 0) * expert_ffn
-    )
+    shared_ffn = (data.get("n_shared_experts") or 0) * expert_ffn
+    shared_ffn = next(filter(None, map(data.get, _SHARED)), shared_ffn)
     window = data.get("sliding_window") or 0
     windowed = _windowed(data) if window else 0.0
-    return Model(
+    model = Model(
         name=name,
         source=source,
         vocab=data["vocab_size"],
@@ -94,7 +103,7 @@ def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_lengt
         seq_length=seq_length,
         heads=heads,
         groups=data.get("num_key_value_heads") or heads,
-        head_dim=data.get("head_dim") or data["hidden_size"] // heads,
+        head_dim=data.get("head_dim") or data.get("attention_head_dim") or data["hidden_size"] // heads,
         ffn=data["intermediate_size"],
         gated=is_gated(data),
         tied=bool(data.get("tie_word_embeddings", True)),
@@ -108,10 +117,12 @@ def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_lengt
         windowed=windowed,
         latent=tuple(data[key] or 0 for key in _LATENT) if data.get("kv_lora_rank") else (),
         mtp_depths=data.get("num_nextn_predict_layers") or 0,
+        expert_hidden=data.get("moe_latent_size") or 0 if experts else 0,
         flags=model_flags(data, windowed),
         softcap=float(data.get("final_logit_softcapping") or 0.0),
         beyond=beyond_flags(data, windowed),
     )
+    return replace(model, **hybrid)
 
 
 def _check(data: Mapping[str, Any], experts: str | None) -> None:
@@ -121,7 +132,7 @@ def _check(data: Mapping[str, Any], experts: str | None) -> None:
     missing = [key for key in needed if data.get(key) is None and key != "q_lora_rank"]
     if missing:
         raise ValueError(f"no {', '.join(missing)}; a Hugging Face config.json of a decoder has them")
-    numbers = {key: data.get(key) for key in (*needed, *_EXPERTS, *_OPTIONAL)}
+    numbers = {key: data.get(key) for key in (*needed, *_EXPERTS, *_SHARED, *_OPTIONAL)}
     bad = [
         f"{key}: {value!r}"
         for key, value in numbers.items()

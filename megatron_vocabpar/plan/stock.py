@@ -148,13 +148,18 @@ def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float])
 
 
 def stages_of(placed: Layout, p: int, costs: PassCosts) -> Stages:
-    """The times of a layout's stages: equal layers, and the extra work of the first and the last stage."""
+    """The times of a layout's stages: their layers, and the extra work of the first and the last stage."""
     total = sum(placed.layers)
+    extras = [(0, costs.first_rank_extra), (-1, costs.last_rank_extra), (-1, costs.last_stage_extra)]
     forward_ms = mean_of(costs.F_ms) * p / total
     backward_ms = (mean_of(costs.B_ms) + mean_of(costs.W_ms)) * p / total
     forward = [count * forward_ms for count in placed.layers]
     backward = [count * backward_ms for count in placed.layers]
-    for at, extra in ((0, costs.first_rank_extra), (-1, costs.last_rank_extra), (-1, costs.last_stage_extra)):
+    if costs.stage_ms:  # those of a pattern, with heads
+        forward = list(costs.stage_ms["F_ms"])
+        backward = [sum(ms) for ms in zip(costs.stage_ms["B_ms"], costs.stage_ms["W_ms"], strict=True)]
+        extras.pop()
+    for at, extra in extras:
         forward[at] += extra.get("F_ms", 0.0)
         backward[at] += extra.get("B_ms", 0.0) + extra.get("W_ms", 0.0)
     hidden = mean_of(costs.hidden_ms) * p / total if placed.overlaps else 0.0

@@ -6,13 +6,17 @@ Next: ``choices.py``.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from megatron_vocabpar.plan.choice import STOCK, Choice, Request, longest_after_ms, priced_ms
-from megatron_vocabpar.plan.memory import Bytes, Held, parameters_of, stage_memory
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of, longest_after_ms, priced_ms
+from megatron_vocabpar.plan.layer_counts import works
+from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
+from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
+from megatron_vocabpar.schedule.times.redistribution import cut
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -24,7 +28,7 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Choice]] = {}
-    for placed in layouts(request.model.layers, request.job.p, request.costs()):
+    for placed in _layouts(request):
         if placed.chunks > 1 and request.job.m % request.job.p:
             continue
         kind = re.sub(r" x\d+", "", placed.name)
@@ -37,16 +41,30 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     return [min(some, key=rank) for some in tried.values()]
 
 
+def _layouts(request: Request) -> Iterator[Layout]:
+    """Ways to place layers; bars place those of a pattern, with no flag that counts other layers."""
+    model, p = request.model, request.job.p
+    work = works(request) if model.pattern else []
+    for placed in layouts(model.layers, p, request.costs()):
+        if not work:
+            yield placed
+        elif "counted" not in placed.name and p * placed.chunks <= model.layers:
+            counts = cut(work, placed.layers, [*range(p)] * placed.chunks)
+            flags = (written_in(model.written_pattern, counts),) if p > 1 else ()
+            yield placed._replace(layers=counts, flags=flags)
+
+
 def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:
     """Megatron's own schedule with its layers placed so, played for a few microbatches or for all."""
     model, job, baseline = request.model, request.job, method_named(BASELINE)
-    costs = request.costs()
+    costs = costs_of(request, placed.layers)
     few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, few) if shorter else job.m
     times = stages_of(placed, job.p, costs)
     placement = Placement(job.p, placed.chunks, "standard")
-    of_ranks = [sum(placed.layers[rank :: job.p]) for rank in range(job.p)]
-    most = held_layers(placed.layers, job.p, m, times.hidden > 0.0)
+    weights = tuple(held_by_stages(model, job, placed.layers))
+    of_ranks = [sum(weights[rank :: job.p]) for rank in range(job.p)]
+    most = held_layers(weights, job.p, m, times.hidden > 0.0)
     held = [Held(of_all / max(1, count)) for of_all, count in zip(most, of_ranks, strict=True)]
     stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
     choice = Choice(STOCK, placed.name, placed.layers, inf, stages=tuple(stages), flags=placed.flags)

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, remedies
-from megatron_vocabpar.plan.choice import STOCK, Choice, Request
-from megatron_vocabpar.plan.choices import all_choices, best_of, costs_of
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
+from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.model import Model

@@ -14,7 +14,7 @@ Next: ``memory.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import log2
 
@@ -23,7 +23,6 @@ from megatron_vocabpar.plan.job import Job, can_pair
 from megatron_vocabpar.plan.links import context_ms, exchange_ms, gradients_ms, tensor_ms, transfer_ms
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.times.flops import product_flops
 from megatron_vocabpar.schedule.words.methods import INTERLACED, NAIVE, VOCAB_1, VOCAB_2
 
 _HALF, _GRADIENT = 2, 4  # bytes of an element
@@ -45,7 +44,7 @@ _STEP_BYTES = 50  # of a parameter, Adam with float32 gradients: 62 of the publi
 
 @dataclass(frozen=True)
 class Layer:
-    """The mean layer with one microbatch, in milliseconds of a rank.
+    """A layer with one microbatch, in milliseconds of a rank.
 
     Attributes:
         products, experts: products with weights outside routed experts, and in them.
@@ -98,6 +97,10 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) ->
         raise ValueError(
             f"{hardware.name} has no products in 8 bits; leave out --fp8, or choose another --hardware"
         )
+    if len(model.kinds) > 1:
+        of_kinds = [(share, layer_ms(kind, job, hardware, factor)) for share, kind in model.kinds]
+        names = [field.name for field in fields(Layer)]
+        return Layer(**{n: sum(share * getattr(layer, n) for share, layer in of_kinds) for n in names})
     rates, tokens = hardware.rates, model.seq_length * job.micro_batch / job.c
     each = tokens / job.t * factor / 1e9  # times operations of a token, over 10^12 a second
     half = each / (hardware.tflops * rates.layers)
@@ -127,14 +130,16 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 
     heads = 1 + model.mtp_depths
     # One product of the whole output layer.
     output = heads * model.output_flops * tokens / (hardware.tflops * 1e9 * hardware.rates.output * t)
-    projection = (
-        layer.products / (model.matmul_flops - model.expert_flops) * product_flops(model.projection_weights)
-    )
+    of_head = model.with_head_layers if model.pattern and heads > 1 else model
+    head_layer = layer if of_head is model else layer_ms(of_head, job, hardware, factor)
+    projection = head_layer.products * model.projection_weights / of_head.shared_weights
     embedded = tokens * model.hidden / t / (hardware.memory_gb_s * 1e6)  # a byte of each element
     weight = model.vocabulary_weights / t / (hardware.memory_gb_s * 1e6)
     transfer = transfer_ms(_HALF * tokens * model.hidden / t, job, hardware)
-    layers = {"F_ms": layer.forward, "B_ms": layer.backward, "W_ms": layer.weights}
-    head = {name: ms + projection for name, ms in layers.items()}
+    layers, head = (
+        {"F_ms": one.forward, "B_ms": one.backward, "W_ms": one.weights} for one in (layer, head_layer)
+    )
+    head = {name: ms + projection for name, ms in head.items()}
     return PassCosts(
         **{name: ms * share for name, ms in layers.items()},  # type: ignore[arg-type]
         IF_ms=_IF_BYTES * embedded * heads,

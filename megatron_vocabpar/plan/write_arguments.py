@@ -1,4 +1,4 @@
-"""Writes a model and a job as Megatron's arguments, for ``pretrain_gpt.py``.
+"""Writes a model and a job as Megatron's arguments, for ``pretrain_gpt.py`` or ``pretrain_hybrid.py``.
 
 Next: ``advice.py``, the whole launch line.
 """
@@ -12,9 +12,9 @@ from megatron_vocabpar.plan.model import Model
 
 
 def model_arguments(model: Model) -> list[str]:
-    """The flags of ``pretrain_gpt.py`` that make this model, except its vocabulary."""
+    """The flags that make this model, except its vocabulary."""
     flags: dict[str, object] = {
-        "num-layers": model.layers,
+        **(_pattern(model) if model.pattern else {"num-layers": model.layers}),
         "hidden-size": model.hidden,
         "ffn-hidden-size": model.ffn,
         "num-attention-heads": model.heads,
@@ -29,7 +29,8 @@ def model_arguments(model: Model) -> list[str]:
         flags["kv-channels"] = model.head_dim
         if model.groups != model.heads:
             flags |= {"group-query-attention": "", "num-query-groups": model.groups}
-    flags |= {} if model.learned_positions else {"position-embedding-type": "rope"}
+    if not model.learned_positions and not any("position-embedding-type" in flag for flag in model.flags):
+        flags["position-embedding-type"] = "rope"
     flags |= {} if model.dropout else {"hidden-dropout": 0, "attention-dropout": 0}
     flags |= {} if model.tied else {"untie-embeddings-and-output-weights": ""}
     if model.experts:
@@ -41,10 +42,32 @@ def model_arguments(model: Model) -> list[str]:
         }
         flags |= {"moe-shared-expert-intermediate-size": model.shared_ffn} if model.shared_ffn else {}
         sparse = model.layers - model.dense_layers
+        flags |= {"moe-latent-size": model.expert_hidden} if model.expert_hidden else {}
         pattern = shlex.quote(f"[0]*{model.dense_layers}+[1]*{sparse}")
         flags |= {"moe-layer-freq": pattern} if model.dense_layers else {}
-    flags |= {"mtp-num-layers": model.mtp_depths} if model.mtp_depths else {}
+    flags |= {"attention-output-gate": ""} if model.output_gate else {}
+    flags |= {"mtp-num-layers": model.mtp_depths} if model.mtp_depths and not model.pattern else {}
     return [*(f"--{name} {value}".rstrip() for name, value in flags.items()), *model.flags]
+
+
+SPEC = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+SIZES = {
+    "mamba": ("mamba-num-heads", "mamba-head-dim", "mamba-num-groups", "mamba-state-dim"),
+    "delta": (
+        "linear-num-key-heads", "linear-key-head-dim", "linear-num-value-heads", "linear-value-head-dim",
+    ),
+    "indexer": ("dsa-indexer-n-heads", "dsa-indexer-head-dim", "dsa-indexer-topk"),
+}  # fmt: skip
+"""Megatron's flags for the sizes of a pattern's layers, by the names of ``Decoder``."""
+
+
+def _pattern(model: Model) -> dict[str, object]:
+    sizes = [pair for name, flags in SIZES.items() for pair in zip(flags, getattr(model, name), strict=False)]
+    return {
+        "spec": SPEC,
+        "hybrid-layer-pattern": shlex.quote(model.written_pattern),
+        **dict(sizes),
+    }
 
 
 def job_arguments(model: Model, job: Job) -> list[str]:
@@ -89,7 +112,7 @@ def _recompute(model: Model, job: Job) -> list[str]:
         return []
     modules = [
         "layernorm",
-        *(["mlp"] if model.has_dense_mlp else []),
+        *(["mlp"] if model.share("-") else []),
         *(["moe_act"] if model.experts else []),
     ]
     modules += ["mla_up_proj"] if model.latent else []

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
-from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of, costs_of
+from megatron_vocabpar.plan.choice import Choice, Request, costs_of
+from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts

@@ -41,6 +41,10 @@ PUBLISHED = {
     "gpt-oss-120b": 117.0,
     "nemotron-4-15b": 15.6,
     "seed-oss-36b": 36.0,
+    "nemotron-h-8b": 8.1,  # the model's page; arXiv 2504.03624 rounds to 8
+    "nemotron-3-nano-30b-a3b": 31.6,  # its technical report
+    "qwen3-next-80b-a3b": 80.0,
+    "granite-4.0-h-small": 32.2,  # its files; the page rounds to 32
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stage_costs import StageLayers, costs_of_stages
+from megatron_vocabpar.plan.stage_costs import DENSE, SPARSE, StageLayers, costs_of_stages
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
@@ -21,7 +21,7 @@ JOB = Job(p=4, d=8, e=8, m=16)
 def test_equal_stages_take_the_share_of_the_whole() -> None:
     model = replace(model_preset("qwen3-235b-a22b"), layers=16)
     even = estimated_costs(model, JOB, GPU)
-    costs = costs_of_stages(model, JOB, GPU, [StageLayers(0, 2)] * 8)
+    costs = costs_of_stages(even, model, JOB, GPU, [StageLayers([SPARSE] * 2)] * 8)
     frame = make_plan("vocab-2", 4, 8, family="dualpipev", costs=even).schedule
     found, expected = (PassTimes.of(each, frame) for each in (costs, even))
     for type_, times in expected.passes.items():
@@ -32,9 +32,10 @@ def test_equal_stages_take_the_share_of_the_whole() -> None:
 def test_dense_layers_heads_and_the_output_layer_are_where_they_are() -> None:
     """DeepSeek-V3 with 17 layers: the first 3 are dense, and all together take as long as the mean layers."""
     model = replace(model_preset("deepseek-v3"), layers=17)
-    stages = [StageLayers(3, 0), *[StageLayers(0, 2)] * 6, StageLayers(0, 2, 1)]
+    two = [SPARSE] * 2
+    stages = [StageLayers([DENSE] * 3), *[StageLayers(two)] * 6, StageLayers(two, 1)]
     mean = estimated_costs(model, JOB, GPU)
-    costs = costs_of_stages(model, JOB, GPU, stages)
+    costs = costs_of_stages(mean, model, JOB, GPU, stages)
     frame = make_plan("baseline", 4, 8, family="v-zb", costs=mean).schedule
     weights = PassTimes.of(costs, frame).passes[PassType.W]
     assert weights[7] == pytest.approx(
@@ -50,8 +51,8 @@ def test_a_plan_that_knows_the_layout_is_near_the_best() -> None:
     model = replace(model_preset("gpt-oss-120b"), layers=36)
     layers = (1, 3, 3, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1)
     job = Job(p=8, d=64, e=4, m=16)
-    known = costs_of_stages(model, job, GPU, [StageLayers(0, count) for count in layers])
     even = estimated_costs(model, job, GPU)
+    known = costs_of_stages(even, model, job, GPU, [StageLayers([SPARSE] * count) for count in layers])
     took = []
     for costs in (known, even):
         plan = make_plan("baseline", 8, 16, family="dualpipev", costs=costs)
