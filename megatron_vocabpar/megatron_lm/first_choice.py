@@ -20,6 +20,7 @@ from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import layers_of, model_chunks, written_out
 from megatron_vocabpar.megatron_lm.rules.check import facts_of
 from megatron_vocabpar.megatron_lm.rules.layouts import PLACING
+from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.model import WHOLE
 from megatron_vocabpar.pipeline.rules.options import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, ask, flags
@@ -29,6 +30,7 @@ from megatron_vocabpar.plan.choices import played
 from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.layer_counts import layer_counts
+from megatron_vocabpar.plan.pattern import layers_in, with_bars
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
 from megatron_vocabpar.plan.stock import layout_of
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
@@ -70,7 +72,9 @@ def decided(
 
 
 def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> tuple[FlagConfig, list[str]]:
-    layout, placing = written_out(args), [name for name in PLACING if getattr(args, name, None)]
+    pattern = request.model.pattern and Facts(settings=args).pattern
+    layout = pattern if "|" in pattern else written_out(args)
+    placing = [name for name in PLACING if getattr(args, name, None) and not (pattern and "hybrid" in name)]
     if placing and (config.layout or not layout):
         raise ValueError(f"{flags(placing)} places the layers; leave it out")
     chunks = model_chunks(args).numerator
@@ -83,7 +87,9 @@ def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> t
         return config, []
     stages, layers = request.job.p * chunks, request.model.layers
     even = [] if layers % stages else [(layers // stages,) * stages]
-    here = _tried(request, both, lambda *_: [layers_of(layout)] if layout else even)
+    segments = layout.partition("/")[0].split("|")
+    given = tuple(len(layers_in(part)) for part in segments) if pattern else layers_of(layout)
+    here = _tried(request, both, lambda *_: [given] if layout else even)
     wanted = not layout and (config.layout or prints)
     by_hand = _tried(request, both, partial(layer_counts, request)) if wanted else []
     tried = by_hand if config.layout else here
@@ -92,7 +98,9 @@ def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> t
     lines = [_comparison(config.family, tried)] if len(both) > 1 else []
     best = tried[0]
     if config.layout:
-        config = replace(config, layout=layout_of(best.layers, request.model.mtp_depths))
+        depths = request.model.mtp_depths
+        placed = with_bars(pattern, best.layers) if pattern else layout_of(best.layers, depths)
+        config = replace(config, layout=placed)
         lines.append(f"layers are placed by {config.layout}")
     elif by_hand and (gain := best.iteration_ms / by_hand[0].iteration_ms - 1.0) >= _LEAST_GAIN:
         lines.append(f"layers by hand, {gain:.1%} faster: {' '.join(placing_flags(request, by_hand[0]))}")

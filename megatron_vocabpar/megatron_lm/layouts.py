@@ -11,6 +11,10 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.pipeline.rules.facts import Facts
+from megatron_vocabpar.plan.given import Given
+from megatron_vocabpar.plan.layer_counts import redistributed
+from megatron_vocabpar.plan.pattern import with_bars
+from megatron_vocabpar.plan.read_arguments import model_from_arguments
 from megatron_vocabpar.schedule.times.redistribution import layout, redistribute_by_flops, with_final_stage
 
 
@@ -96,18 +100,32 @@ def known_vocab_size(args: Any) -> int | None:
     return getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
 
 
+def place(args: Any, layout: str) -> None:
+    """Give Megatron a layout, or for a pattern the same with bars."""
+    args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
+    if Facts(settings=args).pattern:
+        args.hybrid_layer_pattern, args.hybrid_override_pattern = layout, None
+    else:
+        args.pipeline_model_parallel_layout = layout
+
+
 def place_layers(args: Any, config: FlagConfig) -> None:
     """Write the redistributed transformer layers into Megatron's own ``pipeline_model_parallel_layout``.
+
+    A pattern gets bars instead, by the operations of each of its layers.
 
     Raises:
         ValueError: if the layers do not fill the stages.
     """
     stages = args.pipeline_model_parallel_size * model_chunks(args).numerator
+    if pattern := Facts(settings=args).pattern:
+        counts = redistributed(model_from_arguments(Given.of(args)), stages, config.final_stage_layers)
+        place(args, with_bars(pattern, counts))
+        return
     if config.final_stage_layers is not None:
         counts = with_final_stage(args.num_layers, stages, config.final_stage_layers)
     else:
         vocab_size = known_vocab_size(args)
         assert vocab_size is not None
         counts = redistribute_by_flops(args.num_layers, stages, args.hidden_size, args.seq_length, vocab_size)
-    args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
-    args.pipeline_model_parallel_layout = layout(counts)
+    place(args, layout(counts))

@@ -20,7 +20,7 @@ from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
-from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place_layers
+from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place, place_layers
 from megatron_vocabpar.megatron_lm.patch import installed
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, not_run
@@ -38,6 +38,7 @@ from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.tuning.watched import Watched
+from megatron_vocabpar.plan.pattern import layers_in
 from megatron_vocabpar.schedule.make.families import families
 
 _TIED = "share_embeddings_and_output_weights"
@@ -94,8 +95,7 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
         if config.runs_our_schedule:
             check_script(vars(sys.modules["__main__"]))
         if config.layout:
-            args.num_virtual_stages_per_pipeline_rank = args.num_layers_per_virtual_pipeline_stage = None
-            args.pipeline_model_parallel_layout = config.layout
+            place(args, config.layout)
         warning = check(args, config, [*_version_not_read(), *vars(args).pop(_NOT_RUN, ())])
         check_costs(args, config)
         if config.redistribute:
@@ -343,8 +343,9 @@ def _segment_of_the_stage(original: Callable[..., Any], _: FlagConfig) -> Callab
         if len(segments) == 1:
             return original(pattern, group, vp_stage, *rest, **named)
         stage = (vp_stage or 0) * group.size() + group.rank()
-        layers, _ = original(segments[stage], None, None)
-        return layers, sum(map(len, segments[:stage]))
+        layers, *offsets = original(segments[stage], None, None)
+        before = layers_in("|".join(segments[:stage]))  # Megatron numbers symbols, then groups as one layer
+        return layers, *(sum(map(len, before)), len(before))[: len(offsets)]
 
     return select_pipeline_segment
 

@@ -43,6 +43,12 @@ def _other_chunks(facts: Facts) -> Need | None:
     return None if facts.family in fitting else Need(needed, how, ", ".join(fitting))
 
 
+def _placing(facts: Facts) -> list[str]:
+    """The flags that place layers; a pattern places none until it has bars."""
+    bare = facts.pattern and "|" not in facts.pattern
+    return [name for name in PLACING if facts.is_set(name) and not (bare and name.startswith("hybrid"))]
+
+
 def _stages(facts: Facts) -> int:
     return facts.p * facts.chunks.numerator
 
@@ -106,7 +112,7 @@ _REDISTRIBUTE = "--enable-layer-redistribution"
 REDISTRIBUTION = (
     Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.p < 2, "there is no other stage",
         "give --pipeline-model-parallel-size of at least 2"),
-    Rule(f"{_REDISTRIBUTE} with {{found}}", lambda f: f.redistributes and flags(filter(f.is_set, PLACING)),
+    Rule(f"{_REDISTRIBUTE} with {{found}}", lambda f: f.redistributes and flags(_placing(f)),
         "it places the layers itself", "leave out {found}"),
     Rule(_REDISTRIBUTE, lambda f: f.redistributes and f.chunks != 1 and not f.runs_ours,
         "Megatron's own schedule has one model chunk per rank on 1f1b", "leave out what asks for several"),

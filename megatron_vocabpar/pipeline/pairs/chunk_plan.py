@@ -97,7 +97,8 @@ class ChunkPlan:
     def _norm_in_the_last_layer(self) -> Iterator[None]:
         """In this context the final norm ends the last node of the decoder's last layer, and no other."""
         decoder = self._model.decoder
-        norm = getattr(decoder, "final_layernorm", None)
+        name = "final_norm" if hasattr(decoder, "final_norm") else "final_layernorm"  # the former by pattern
+        norm = getattr(decoder, name, None)
         if norm is None:
             yield
             return
@@ -110,11 +111,11 @@ class ChunkPlan:
             dense = isinstance(layer.moe_combine, utils.NoopScheduleNode)
             node = layer.mlp if dense else layer.moe_combine
             node.submodule = _then(node.submodule, norm)
-        decoder.final_layernorm = None
+        setattr(decoder, name, None)
         try:
             yield
         finally:
-            decoder.final_layernorm = norm
+            setattr(decoder, name, norm)
 
     def _multiply_in_4_bits(self) -> None:
         context = importlib.import_module("megatron.core.fp4_utils").get_fp4_context  # from 0.16 on
