@@ -51,7 +51,18 @@ def layer_counts(request: Request, method: Method, family: Family) -> list[tuple
         return [redistributed(request.model, request.job.p)]
     work, placement = works(request), Placement(request.job.p, family.chunks, family.shape)
     ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
-    return list(dict.fromkeys(cut(work, counts, ranks) for counts in ways))
+    stock = family.name == "1f1b" and not method.vocabulary_parallel
+    wanted = ways if stock else [ideal(request, method, placement), *ways]
+    return list(dict.fromkeys(cut(work, each, ranks) for each in wanted))
+
+
+def ideal(request: Request, method: Method, placement: Placement) -> tuple[float, ...]:
+    """The ms of layers on each stage with which ranks would take equally long, if layers could be cut."""
+    work = _work(request.costs(), method, placement, request.model.layers, pairs=False)
+    besides = [sum(work.besides[stage] for stage in placement.stages_of(rank)) for rank in range(placement.p)]
+    mean = (work.layer * request.model.layers + sum(besides)) / placement.p
+    ranks = map(placement.rank_of, range(placement.num_stages))
+    return tuple(max(0.0, mean - besides[rank]) / placement.chunks for rank in ranks)
 
 
 def _ways(request: Request, method: Method, family: Family) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of, longest_after_ms, priced_ms
-from megatron_vocabpar.plan.layer_counts import works
+from megatron_vocabpar.plan.layer_counts import ideal, works
 from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.price import Use
@@ -44,14 +44,20 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
 def _layouts(request: Request) -> Iterator[Layout]:
     """Ways to place layers; bars place those of a pattern, with no flag that counts other layers."""
     model, p = request.model, request.job.p
-    work = works(request) if model.pattern else []
-    for placed in layouts(model.layers, p, request.costs()):
-        if not work:
-            yield placed
-        elif "counted" not in placed.name and p * placed.chunks <= model.layers:
-            counts = cut(work, placed.layers, [*range(p)] * placed.chunks)
+    ways = list(layouts(model.layers, p, request.costs()))
+    if not model.pattern:
+        yield from ways
+        return
+    work, known = works(request), set()
+    for placed in [one for one in ways if "counted" not in one.name and p * one.chunks <= model.layers]:
+        share = ideal(request, method_named(BASELINE), Placement(p, placed.chunks, "standard"))
+        ranks, stages = [*range(p)] * placed.chunks, range(p * placed.chunks)
+        for wanted, alike in ((placed.layers, ranks), (placed.layers, stages), (share, ranks)):
+            counts = cut(work, wanted, alike)
             flags = (written_in(model.written_pattern, counts),) if p > 1 else ()
-            yield placed._replace(layers=counts, flags=flags)
+            if counts not in known:
+                known.add(counts)
+                yield placed._replace(layers=counts, flags=flags)
 
 
 def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:

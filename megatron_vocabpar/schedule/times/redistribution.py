@@ -56,7 +56,7 @@ def redistribute_by_flops(
     )
 
 
-def cut(work: Sequence[float], counts: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
+def cut(work: Sequence[float], counts: Sequence[float], ranks: Sequence[int]) -> tuple[int, ...]:
     """The layers of each stage, of layers with unlike ``work``, if ``counts`` would be right for mean layers.
 
     Stages first end with the layer nearest to their work so far. Then up to eight neighbouring ends move by a
