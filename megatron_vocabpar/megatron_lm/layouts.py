@@ -38,7 +38,8 @@ def layers_to_divide(args: Any) -> int:
 
 def written_out(args: Any) -> str:
     """The layout of the pipeline, such as ``Et*3|(t*2|)*2L``, its repetitions written out; empty if none."""
-    return expanded(getattr(args, "pipeline_model_parallel_layout", None) or "")
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    return expanded(layout) if isinstance(layout, str) else ""
 
 
 def layers_of(layout: str) -> tuple[int, ...]:
@@ -55,7 +56,7 @@ def expanded(layout: str) -> str:
         if longer == layout:
             break
         layout = longer
-    return layout.replace("(", "").replace(")", "")
+    return layout
 
 
 def has_separate_heads(args: Any) -> bool:

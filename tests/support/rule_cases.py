@@ -69,7 +69,8 @@ SCOPES = ["attn", "moe_router", "moe_preprocess"]
 ENGINE_GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": SCOPES, "num_experts": 8}
 CAPTURED: dict[str, Any] = {"profile_iterations": 0}
 
-TWO = {"num_virtual_stages_per_pipeline_rank": 2, "transformer_impl": "local"}
+LOCAL = {"transformer_impl": "local"}
+TWO = LOCAL | {"num_virtual_stages_per_pipeline_rank": 2}
 TWO_RANKS = TWO | {"pipeline_model_parallel_size": 2}
 TE = {"transformer_impl": "transformer_engine"}
 SEPARATE_HEADS = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|tm|L"}
@@ -159,6 +160,23 @@ OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"pipeline_model_parallel_layout": "Et|t|t|tL"},
         r"not 1; write 7 \| into --pipeline-model-",
     ),
+    (
+        "v-half",
+        {"num_layers": 8, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|tL"},
+        r"-layout Et\|t\|t\|t\|t\|t\|tL: in order it has E t\*7 L, but .* give E t\*8 L; write these",
+    ),
+    ("1f1b", {"num_layers": 3, "pipeline_model_parallel_layout": ""}, "in order it has nothing, but"),
+    ("1f1b", {"num_layers": 3, "pipeline_model_parallel_layout": "E(t|t|t|L"}, r"has E \( t\*3 L, but"),
+    (
+        "v-half",
+        TWO | {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"},
+        "with --num-virtual-stages-per-pipeline-rank: the layout alone .*; leave out --num-virtual",
+    ),
+    (
+        "interleaved",
+        {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|tm|||||L"},
+        "m in .* all m together, in the last model chunk of a rank; write them into one of the last 4 st",
+    ),
     ("v-half", TWO | SEPARATE_IN_CHUNKS, "m before the last stage of .* v-half has .* use 1f1b, zb-h1"),
     ("1f1b", DOCUMENTS, "--dataloader-inter-document-masking: all stages .* use 2 stages of one"),
     ("v-half", TWO_RANKS | DOCUMENTS, "--dataloader-inter-document-masking: all stages"),
@@ -194,9 +212,9 @@ FITS_A_FAMILY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("1f1b", {"hybrid_layer_pattern": "*-|*-|M-|*E/*-/*-"}),
     ("1f1b", {"hybrid_layer_pattern": "*-*-*-*-", "num_layers": 8}),
     ("v-half", {"hybrid_layer_pattern": "*|-|*|-|*|-|*|-/*-", "transformer_impl": "local"}),
-    ("v-half", TWO | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tmL"}),
+    ("v-half", LOCAL | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tmL"}),
     ("1f1b", SEPARATE_HEADS),
-    ("interleaved", TWO | SEPARATE_IN_CHUNKS),
+    ("interleaved", SEPARATE_IN_CHUNKS),
     ("zb-h1", {"transformer_impl": "local"}),
     ("zb-h1", TE),
     ("v-half", TWO | {"num_layers": 16}),
@@ -263,6 +281,11 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         "with --step-batch-size-schedule:",
     ),
     *((settings, {"family": family}, message) for family, settings, message in OF_A_FAMILY),
+    (
+        LOCAL | {"pipeline_model_parallel_layout": "Ettt|t|t|||t|t|tL"},
+        {"family": "v-zb", "method": "baseline"},
+        "Ettt.t.t...t.t.tL: rank 3 has no layer",
+    ),
     *(
         (
             TWO | heads,

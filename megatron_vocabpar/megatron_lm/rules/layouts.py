@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import NamedTuple
 
 from megatron_vocabpar.megatron_lm.flag_config import AUTO
@@ -17,6 +18,16 @@ from megatron_vocabpar.megatron_lm.layouts import (
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.rule import Rule, flags
 from megatron_vocabpar.schedule.make.families import SEARCH, families, family_named
+from megatron_vocabpar.schedule.words.placement import Placement
+
+PLACING = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+_LAYOUT = "pipeline_model_parallel_layout"
+_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_BESIDE = (*_CHUNKS, *(name for name in PLACING if name != _LAYOUT))
 
 
 class Need(NamedTuple):
@@ -74,6 +85,44 @@ def _undivided(facts: Facts) -> str:
     return f"{rest} layers do not divide into {chunks} model chunks on each of {ranks} ranks"
 
 
+class Order(NamedTuple):
+    """The layers of a layout in order, and those of the model: ``E t*7 L`` and ``E t*8 L``."""
+
+    given: str
+    wanted: str
+
+
+def _other_layers(facts: Facts) -> Order | None:
+    """What a layout has in the place of the model's layers."""
+    given = written_out(facts.settings).replace("|", "")
+    wanted = f"E{'t' * facts.num_layers}{'m' * facts.mtp_num_layers}L"
+    if getattr(facts.settings, _LAYOUT, None) is None or not facts.num_layers or given == wanted:
+        return None
+    return Order(_counted(given), _counted(wanted))
+
+
+def _counted(letters: str) -> str:
+    runs = [(letter, len(list(same))) for letter, same in groupby(letters)]
+    return " ".join(f"{letter}*{count}" if count > 1 else letter for letter, count in runs) or "nothing"
+
+
+def _heads_elsewhere(facts: Facts) -> bool:
+    """Whether heads are on several stages, or on one that is not its rank's last chunk."""
+    stages = written_out(facts.settings).split("|")
+    holding = [stage for stage, layers in enumerate(stages) if "m" in layers]
+    return bool(holding) and (len(holding) > 1 or holding[0] < len(stages) - facts.p)
+
+
+def _idle_rank(facts: Facts) -> str:
+    """The first rank whose stages in a layout are all empty, where its vocabulary layers are not its own."""
+    stages = written_out(facts.settings).split("|")
+    if facts.partitions or len(stages) == 1 or facts.chunks.denominator != 1:
+        return ""
+    placement = Placement(facts.p, facts.chunks.numerator, "vshape" if facts.in_v else "standard")
+    held = ("".join(stages[stage] for stage in placement.stages_of(rank)) for rank in range(facts.p))
+    return next((str(rank) for rank, layers in enumerate(held) if not layers), "")
+
+
 _HETEROGENEOUS = "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
 
 CHUNKS = (
@@ -82,6 +131,17 @@ CHUNKS = (
         "they give {f.chunks} model chunks on each of {f.p} ranks", "choose what divides"),
     Rule("{f.family_flag}", _other_chunks, "needs {found.chunks} model chunks per rank, not {f.chunks}",
         "{found.how}, or use one of {found.fitting}"),
+    Rule("--pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}", _other_layers,
+        "in order it has {found.given}, but --num-layers and --mtp-num-layers give {found.wanted}",
+        "write these letters, with | between stages"),
+    Rule("--pipeline-model-parallel-layout with {found}",
+        lambda f: f.is_set(_LAYOUT) and flags(filter(f.is_set, _BESIDE)),
+        "the layout alone says which layers each stage has", "leave out {found}"),
+    Rule("m in --pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}",
+        _heads_elsewhere, "Megatron keeps all m together, in the last model chunk of a rank",
+        "write them into one of the last {f.p} stages"),
+    Rule("--pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}", _idle_rank,
+        "rank {found} has no layer to train", "give each rank one, or use fewer ranks"),
     Rule("--no-overlap-p2p-communication", lambda f: f.chunks > 1 and f.p == 2 and not f.overlap_p2p_comm,
         "Megatron refuses it with model chunks on two ranks"),
     Rule("m before the last stage of --pipeline-model-parallel-layout",
@@ -102,11 +162,6 @@ CHUNKS = (
         "choose another number, or place them with --pipeline-model-parallel-layout"),
 )  # fmt: skip
 
-PLACING = (
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "hybrid_override_pattern"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
 _REDISTRIBUTE = "--enable-layer-redistribution"
 
 REDISTRIBUTION = (
