@@ -92,7 +92,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     """
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
-    device = next(chunks[0].parameters()).device
+    device = next(weight for chunk in chunks for weight in chunk.parameters()).device
     p = parallel_state.get_pipeline_model_parallel_world_size()
     stages = layers_of_stages(chunks, config.placement(p, len(chunks)))
     costs, name, kept, known = _from_rank_0(config, args, chunks[0], device, m, stages)
