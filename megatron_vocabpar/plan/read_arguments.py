@@ -34,6 +34,7 @@ _KEPT = (
 _SAID_ANYWAY = (
     "bf16", "sequence-parallel", "max-position-embeddings", "use-mcore-models", "transformer-impl", "swiglu",
     "quick-geglu", "group-query-attention", "attention-dropout", "moe-grouped-gemm", "mock-data",
+    "no-bias-dropout-fusion",
     "recompute-method", "recompute-num-layers", "optimizer-offload-fraction", "use-precision-aware-optimizer",
     "overlap-moe-expert-parallel-comm", "delay-wgrad-compute",
 )  # fmt: skip

@@ -45,6 +45,8 @@ def model_arguments(model: Model) -> list[str]:
         flags |= {"moe-latent-size": model.expert_hidden} if model.expert_hidden else {}
         pattern = shlex.quote(f"[0]*{model.dense_layers}+[1]*{sparse}")
         flags |= {"moe-layer-freq": pattern} if model.dense_layers else {}
+        # Megatron refuses grouped experts with biases, as in gpt-oss, while it fuses biases and dropout.
+        flags |= {} if "--disable-bias-linear" in model.flags else {"no-bias-dropout-fusion": ""}
     flags |= {"attention-output-gate": ""} if model.output_gate else {}
     flags |= {"mtp-num-layers": model.mtp_depths} if model.mtp_depths and not model.pattern else {}
     return [*(f"--{name} {value}".rstrip() for name, value in flags.items()), *model.flags]

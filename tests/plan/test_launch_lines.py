@@ -37,6 +37,7 @@ H100 = hardware_named("h100")
 # Where argparse keeps a flag under another name than its own.
 KEPT_AS = {
     "disable-bias-linear": "add_bias_linear", "fp8-format": "fp8",
+    "no-bias-dropout-fusion": "bias_dropout_fusion",
 }  # fmt: skip
 LATER = {
     "window_size", "window_attn_skip_freq", "quick_geglu", "glu_linear_offset", "softmax_type",
@@ -93,6 +94,7 @@ def test_a_preset_is_the_named_model(name: str, flags: str) -> None:
     assert set(flags.split("|")) <= set(words)
     assert ("--swiglu" in words) != bool({"--quick-geglu", "--squared-relu"} & set(words))
     assert ("--disable-bias-linear" in words) == (name != "gpt-oss-120b")
+    assert ("--no-bias-dropout-fusion" in words) == (name == "gpt-oss-120b")
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "v-zb"])
