@@ -18,6 +18,10 @@ from tests.support.saved_tensors import SAVED, STANDING_STILL, VOCAB_SIZE, tenso
 LAST = 5
 OURS = ("--enable-vocab-parallel",)
 V_HALF = (*OURS, *words("--vocab-parallel-family v-half --num-virtual-stages-per-pipeline-rank 2"))
+BY_HAND = (
+    "--vocab-parallel-family v-zb --vocab-parallel-method baseline "
+    "--pipeline-model-parallel-layout Ett|ttt|tt|tL"
+)
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "stock pp1": ((), {"pp": 1}),
     "stock pp2": ((), {"pp": 2}),
@@ -26,6 +30,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "v-half pp4": (V_HALF, {"pp": 4}),
     "ours pp2 tp2": (OURS, {"pp": 2, "tp": 2}),
     "v-half whole": ((*V_HALF, "--vocab-parallel-method", "baseline"), {"pp": 2}),
+    "by hand": ((*OURS, *words(BY_HAND)), {"pp": 2}),
 }
 FIVE = tuple(LAYOUTS)[:5]
 
@@ -115,6 +120,8 @@ def test_goes_on_from_another_layout(folder: Path, writer: str, reader: str, tie
     [
         *((writer, reader, "untied") for writer in FIVE for reader in FIVE),
         *(("stock pp2", reader, "tied") for reader in ("ours pp2 tp2", "v-half pp4", "v-half whole")),
+        *(("by hand", reader, "untied") for reader in ("stock pp1", "ours pp4", "v-half pp2")),
+        *((writer, "by hand", "untied") for writer in ("stock pp2", "ours pp4", "v-half whole")),
         *((writer, "stock pp1", "tied") for writer in ("ours pp4", "v-half pp4", "v-half whole")),
     ],
 )

@@ -41,6 +41,8 @@ MODEL = words(
 OURS = words(
     "--enable-vocab-parallel --num-virtual-stages-per-pipeline-rank 2 --vocab-parallel-profile-iterations 0"
 )
+LAYOUT = "--pipeline-model-parallel-layout"
+HEADS = "--mtp-num-layers 1 --position-embedding-type rope"
 FAMILIES = ("dualpipev", "1f1b-overlap")
 CAPTURED = Path(__file__).with_name("with_layer_graphs.py")
 ROUTED = (
@@ -86,11 +88,15 @@ stock = cache(train)
         ("1f1b-overlap", "baseline", 2, "", REDUCED),
         ("dualpipev", "baseline", 2, "", ""),
         ("dualpipev", "vocab-2", 2, "", f"{REDUCED} --ddp-bucket-size 20000"),
+        ("dualpipev", "baseline", 4, "", f"{LAYOUT} Et|t|t|t|t|t|tt|L"),
+        ("dualpipev", "vocab-1", 2, HEADS, f"{LAYOUT} Ett|ttt|tt|tmL"),
+        ("dualpipev", "baseline", 2, HEADS, f"{LAYOUT} Ett|ttt|tt|tmL"),
     ],
 )
 def test_trains_as_stock(family: str, method: str, pp: int, given: str, options: str) -> None:
     expected = stock(given=words(given))
-    flags = (*OURS, "--vocab-parallel-family", family, "--vocab-parallel-method", method, *words(options))
+    ours = (*OURS[:1], *OURS[3:]) if LAYOUT in options else OURS
+    flags = (*ours, "--vocab-parallel-family", family, "--vocab-parallel-method", method, *words(options))
     ours = train(*flags, given=words(given), pp=pp)
     assert f"method {method}, family {family}" in ours.text
     assert len(ours.losses) == len(ours.norms) == 6

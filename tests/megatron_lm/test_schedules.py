@@ -54,6 +54,11 @@ class Case:
         return "-".join([self.family, self.method, sizes, self.setting, *options])
 
 
+def by_hand(layout: str) -> tuple[str, ...]:
+    return "--pipeline-model-parallel-layout", layout
+
+
+EXCHANGED = "--expert-model-parallel-size 2"
 CASES = (
     *(
         Case(family, method, pp)
@@ -84,12 +89,17 @@ CASES = (
     Case("v-zb", pp=4, setting="few microbatches, per-token loss"),
     Case("v-min", "baseline", pp=4, setting="few microbatches, per-token loss"),
     Case("v-half", setting="batch ramp-up", options="--decoder-first-pipeline-num-layers 2"),
-    Case("v-half", chunks=words("--pipeline-model-parallel-layout Ett|t|ttt|ttL")),
+    Case("v-half", chunks=by_hand("Ett|t|ttt|ttL")),
+    Case("v-zb", "baseline", setting="odd", chunks=by_hand("Ett|tt|tt|tL")),
+    Case("zb-h1", "vocab-1", pp=4, setting="odd", chunks=by_hand("Et|ttt|tt|tL")),
+    Case("v-half", "baseline", pp=4, setting="odd", chunks=by_hand("Et|t|t|t|t|t|t|L")),
+    Case("v-zb", dp=2, setting="experts", options=EXCHANGED, chunks=by_hand("Et|tt|ttt|ttL")),
+    Case("zb-h1", "baseline", dp=2, setting="experts", options=EXCHANGED, chunks=by_hand("Ettttt|tttL")),
 )
 
 
 def train(setting: str, *options: str, **sizes: int) -> Log:
-    known = setting if setting in ("tied", "experts") else "plain"
+    known = setting if setting in ("tied", "experts", "odd") else "plain"
     load = ("--load", str(weights(known)), *FROM_WEIGHTS)
     return pretrain(*load, *EIGHT_LAYERS, *SETTINGS[setting], *options, iterations=ITERATIONS, **sizes)
 

@@ -64,7 +64,7 @@ class Case:
     @property
     def flags(self) -> tuple[str, ...]:
         ours = ("--vocab-parallel-family", self.family, "--vocab-parallel-method", self.method)
-        chunks = () if self.family in ("1f1b", "zb-h1") else CHUNKS
+        chunks = () if self.family in ("1f1b", "zb-h1") or LAYOUT in self.ours else CHUNKS
         return ("--enable-vocab-parallel", *ours, *chunks, *words(self.ours))
 
 
@@ -76,6 +76,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
 REDUCED = "--overlap-grad-reduce --ddp-bucket-size 20000"
 SHARDED = f"{REDUCED} --overlap-param-gather {DISTRIBUTED}"
+LAYOUT = "--pipeline-model-parallel-layout"
 EXCHANGED = "--expert-model-parallel-size 2"
 FOUR_BITS = "nvfp4 --bf16"
 """Hadamard transforms are of 16 bits."""
@@ -117,6 +118,11 @@ MATRIX = (
         Case("zb-h1", dp=2, model=model, ours=EXCHANGED)
         for model in ("grouped experts", "sequential experts")
     ),
+    Case("v-zb", "baseline", dp=2, model="deepseek", ours=f"{EXCHANGED} {LAYOUT} Ett|ttt|tt|tmL"),
+    Case("v-half", "vocab-1", dp=2, model="deepseek", ours=f"{EXCHANGED} {LAYOUT} Ett|ttt|t|ttmL"),
+    Case("zb-h1", pp=4, model="deepseek", ours=f"{LAYOUT} Ettt|tt|tt|tmL"),
+    Case("v-half", "baseline", dp=2, model="gpt-oss", ours=f"{EXCHANGED} {LAYOUT} Et|ttt|ttt|tL"),
+    Case("v-zb", "vocab-1", pp=4, model="gpt-oss", ours=f"{LAYOUT} Et|t|t|t|t|t|tt|L"),
     *(Case(family, model="two more heads") for family in ("1f1b", *SPLIT)),
     *(Case(family, model="a repeated head", both=NOT_FUSED) for family in ("1f1b", *SPLIT)),
     *(Case(family, model="fused operations") for family in ("1f1b", *SPLIT)),

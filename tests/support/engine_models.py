@@ -41,6 +41,13 @@ MODELS = {
         "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --disable-bias-linear"
     ),
     "latent attention": LATENT,
+    "deepseek": f"{LATENT} {EXPERTS} --moe-grouped-gemm --mtp-num-layers 1",
+    "gpt-oss": (
+        f"{EXPERTS.removeprefix('--disable-bias-linear')} --moe-layer-freq 1 --moe-grouped-gemm "
+        "--group-query-attention --num-query-groups 2 --position-embedding-type rope --quick-geglu "
+        "--glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --normalization RMSNorm "
+        "--window-size 15,0 --window-attn-skip-freq 2 --no-bias-dropout-fusion"
+    ),
     "fused operations": (
         "--use-transformer-engine-op-fuser --normalization RMSNorm --swiglu --disable-bias-linear"
     ),
@@ -50,6 +57,8 @@ MODELS = {
 SINCE = {
     "grouped experts": "0.15",  # 0.14 has them in 16 bits only
     "a repeated head": "0.17",
+    "deepseek": "0.15",
+    "gpt-oss": "0.15",
     "fused operations": "0.18",
 }
 """The first version of Megatron that has an architecture; for others any."""

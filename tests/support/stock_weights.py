@@ -20,6 +20,7 @@ SETTINGS = {
     "plain": UNTIED,
     "tied": (),
     "experts": (*UNTIED, *EXPERTS),
+    "odd": (*UNTIED, "--num-layers", "7"),
     "few microbatches, per-token loss": (*UNTIED, "--global-batch-size", "4", "--calculate-per-token-loss"),
     "batch ramp-up": (*UNTIED, *words("--rampup-batch-size 4 4 64 --train-samples 96")),
 }
@@ -31,7 +32,5 @@ def weights(setting: str) -> Path:
     """A stock checkpoint after three iterations on one process."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    tied = () if setting == "tied" else UNTIED
-    experts = EXPERTS if setting == "experts" else ()
-    pretrain("--save", str(folder), *EIGHT_LAYERS, *tied, *experts, iterations=3)
+    pretrain("--save", str(folder), *EIGHT_LAYERS, *SETTINGS[setting], iterations=3)
     return folder
