@@ -91,6 +91,7 @@ CASES = (
     Case("v-half", setting="batch ramp-up", options="--decoder-first-pipeline-num-layers 2"),
     Case("v-half", chunks=by_hand("Ett|t|ttt|ttL")),
     Case("v-zb", "baseline", setting="odd", chunks=by_hand("Ett|tt|tt|tL")),
+    Case("v-zb", "baseline", chunks=by_hand("Ettttt||tt|tL")),
     Case("zb-h1", "vocab-1", pp=4, setting="odd", chunks=by_hand("Et|ttt|tt|tL")),
     Case("v-half", "baseline", pp=4, setting="odd", chunks=by_hand("Et|t|t|t|t|t|t|L")),
     Case("v-zb", dp=2, setting="experts", options=EXCHANGED, chunks=by_hand("Et|tt|ttt|ttL")),
