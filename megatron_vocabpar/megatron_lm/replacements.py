@@ -25,6 +25,7 @@ from megatron_vocabpar.megatron_lm.patch import installed
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.megatron_lm.rules.layouts import LINES
 from megatron_vocabpar.megatron_lm.saved_logits import SavedLogits, save_without_hooks
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.megatron_lm.stored_teacher import (
@@ -96,7 +97,8 @@ def _check_first(original: Callable[..., Any], config: FlagConfig) -> Callable[.
             check_script(vars(sys.modules["__main__"]))
         if config.layout:
             place(args, config.layout)
-        warning = check(args, config, [*_version_not_read(), *vars(args).pop(_NOT_RUN, ())])
+        unread = [*_version_not_read(), *vars(args).pop(_NOT_RUN, ())]
+        warning = check(args, config, unread, more=LINES)
         check_costs(args, config)
         if config.redistribute:
             place_layers(args, config)

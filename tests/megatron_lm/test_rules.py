@@ -12,6 +12,7 @@ import pytest
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, RULED
 from megatron_vocabpar.megatron_lm.rules.check import TABLES, check, facts_of, said_of
+from megatron_vocabpar.megatron_lm.rules.layouts import LINES
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
 from tests.support.megatron_parser import PLAIN
 from tests.support.rule_cases import ACCEPTED, FLAGS, LOGITS, REFUSED
@@ -62,6 +63,17 @@ def test_a_combination_is_refused_or_warned_of(
 @pytest.mark.parametrize(("settings", "more"), ACCEPTED)
 def test_a_combination_is_accepted(settings: dict[str, Any], more: dict[str, Any]) -> None:
     check(SimpleNamespace(**PLAIN | settings), config_of(**more))
+
+
+@pytest.mark.parametrize(
+    "name", ["num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"]
+)
+def test_a_layout_stands_alone_in_a_launch_line(name: str) -> None:
+    args = SimpleNamespace(**PLAIN, pipeline_model_parallel_layout="Et|t|t|tL", **{name: 1})
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ValueError, match=rf"-layout with {flag}: .*; leave out {flag}$"):
+        check(args, config_of(), more=LINES)
+    check(args, config_of())  # a configuration of Bridge
 
 
 def test_every_row_applies_to_a_case_and_none_to_a_plain_training(tmp_path: Path) -> None:

@@ -168,11 +168,6 @@ OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("1f1b", {"num_layers": 3, "pipeline_model_parallel_layout": ""}, "in order it has nothing, but"),
     ("1f1b", {"num_layers": 3, "pipeline_model_parallel_layout": "E(t|t|t|L"}, r"has E \( t\*3 L, but"),
     (
-        "v-half",
-        TWO | {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"},
-        "with --num-virtual-stages-per-pipeline-rank: the layout alone .*; leave out --num-virtual",
-    ),
-    (
         "interleaved",
         {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|tm|||||L"},
         "m in .* all m together, in the last model chunk of a rank; write them into one of the last 4 st",

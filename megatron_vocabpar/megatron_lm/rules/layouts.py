@@ -134,9 +134,6 @@ CHUNKS = (
     Rule("--pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}", _other_layers,
         "in order it has {found.given}, but --num-layers and --mtp-num-layers give {found.wanted}",
         "write these letters, with | between stages"),
-    Rule("--pipeline-model-parallel-layout with {found}",
-        lambda f: f.is_set(_LAYOUT) and flags(filter(f.is_set, _BESIDE)),
-        "the layout alone says which layers each stage has", "leave out {found}"),
     Rule("m in --pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}",
         _heads_elsewhere, "Megatron keeps all m together, in the last model chunk of a rank",
         "write them into one of the last {f.p} stages"),
@@ -161,6 +158,13 @@ CHUNKS = (
     Rule("--num-layers {f.num_layers}", _undivided, "{found}",
         "choose another number, or place them with --pipeline-model-parallel-layout"),
 )  # fmt: skip
+
+LINES = (
+    Rule("--pipeline-model-parallel-layout with {found}",
+        lambda f: f.is_set(_LAYOUT) and flags(filter(f.is_set, _BESIDE)),
+        "the layout alone says which layers each stage has", "leave out {found}"),
+)  # fmt: skip
+"""Of launch lines alone: configurations of Bridge have a layout and its number of chunks."""
 
 _REDISTRIBUTE = "--enable-layer-redistribution"
 
