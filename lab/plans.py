@@ -62,7 +62,7 @@ def error(name: str) -> str:
 
 
 def in_short(table: list[str]) -> Iterator[str]:
-    """The table of ``docs/plan.md``, from all rows of this one: a row for each model."""
+    """The table of ``docs/when.md``, from all rows of this one: a row for each model."""
     yield "| model, GPU | on 8 | on 64 | on 512 | error |"
     yield "| --- | --- | --- | --- | --- |"
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table[2:]]

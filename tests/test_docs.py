@@ -55,8 +55,7 @@ def test_the_samples_of_the_readme_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         times = re.findall(r"^(\S+) (\d+) ms an", done.stdout, re.M)
-        (_, baseline_ms), (_, vocab_2_ms) = times
-        assert int(vocab_2_ms) < int(baseline_ms)
+        assert times == [("baseline", "1658"), ("redis", "1208"), ("vocab-2", "816")]  # as the text says
 
 
 def test_the_site_leads_to_every_page() -> None:

@@ -1,4 +1,4 @@
-"""The table of searches is what the search says, and ``docs/plan.md`` has it in short."""
+"""The table of searches is what the search says, and ``docs/when.md`` has it in short."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def test_the_table_has_what_is_found(name: str) -> None:
 def test_the_page_has_the_table_in_short() -> None:
     lines = list(in_short([line for line in TABLE.splitlines() if line.startswith("|")]))
     assert len(lines) == 2 + len(MODELS)
-    assert "\n".join(lines) in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert "\n".join(lines) in (ROOT / "docs" / "when.md").read_text(encoding="utf-8")
