@@ -59,6 +59,7 @@ BARE_CALLS = {
     "schedule": ["--pp", "2", "--microbatches", "4"],
     "simulate": ["schedule.json"],
     "plan": ["--preset", "llama-3.1-8b", "--hardware", "H100", "--pp", "8"],
+    "layout": ["--preset", "llama-3.2-3b", "--pp", "4", "--microbatches", "8"],
     "patches": [],
 }
 

@@ -22,6 +22,7 @@ VERBS = {
     "schedule": "Print or draw a schedule.",
     "simulate": "Predict time, bubble and memory.",
     "plan": "Which schedule, and does it fit?",
+    "layout": "Where Megatron's own schedule has its layers best.",
     "profile": "Measure passes and collectives here.",
     "emulate": "Run schedules in real time, with sleeps for passes.",
     "train": "Train a GPT on this machine.",
@@ -35,6 +36,7 @@ _EXAMPLES = {
     "schedule": "vocabpar schedule --method vocab-1 --family v-half --pp 4 --format svg --output v-half.svg",
     "simulate": "vocabpar simulate schedule.json --costs costs.json",
     "plan": "vocabpar plan --preset llama-3.1-70b --gpus 64",
+    "layout": "vocabpar layout --preset llama-3.1-70b --pp 8 --chunks 5",
     "profile": "vocabpar profile --device cuda --output costs.json",
     "emulate": "vocabpar emulate v-half:vocab-2 1f1b:baseline --pp 4",
     "train": "vocabpar train --method vocab-2 --compare baseline --steps 40",
@@ -43,7 +45,7 @@ _EXAMPLES = {
     "patches": "vocabpar patches",
 }
 
-_BARE = ("schedule", "simulate", "plan", "patches")  # without the extra [train]
+_BARE = ("schedule", "simulate", "plan", "layout", "patches")  # without the extra [train]
 
 
 def load(package: str, verb: str) -> click.Command:

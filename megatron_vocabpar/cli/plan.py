@@ -95,11 +95,11 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
     The model is a preset, a config.json, a launch script, or Megatron's arguments after --. The plan
     lists what it does not use of them.
     """
-    _check(options)
-    given = _given(options["script"], options["arguments"])
+    check(options)
+    given = given_of(options["script"], options["arguments"])
     notes = overruled(given, options)
-    model = _model(options, given)
-    gpu = _hardware(options)
+    model = model_of(options, given)
+    gpu = hardware_of(options)
     limit = gpu.memory_gib if options["memory_gib"] is None else options["memory_gib"]
     if options["sources"]:
         from megatron_vocabpar.plan.search_tables import sources
@@ -135,7 +135,7 @@ def _measured(file: str | None) -> tuple[PassCosts | None, Mapping[str, Price]]:
     return costs, {"measured": price} if price else readings()
 
 
-def _check(options: dict[str, Any]) -> None:
+def check(options: dict[str, Any]) -> None:
     limit = options["memory_gib"]
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"--memory-gib {limit}: give more than 0")
@@ -145,7 +145,7 @@ def _check(options: dict[str, Any]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
 
 
-def _given(script: str | None, words: tuple[str, ...]) -> Given:
+def given_of(script: str | None, words: tuple[str, ...]) -> Given:
     """Megatron's arguments, those after ``--`` before the script's."""
     if words and not words[0].startswith("--"):
         raise click.UsageError(
@@ -158,7 +158,7 @@ def _given(script: str | None, words: tuple[str, ...]) -> Given:
     return Given(read_script(script) | given, script)
 
 
-def _model(options: dict[str, Any], given: Given) -> Model:
+def model_of(options: dict[str, Any], given: Given) -> Model:
     preset, config, seq_length = options["preset"], options["config_file"], options["seq_length"]
     of_arguments = options["script"] is not None or _layers_in(given) or not (preset or config)
     if bool(preset) + bool(config) + (of_arguments and bool(given.values)) != 1:
@@ -182,12 +182,12 @@ def _layers_in(given: Given) -> bool:
     return any(name in given for name in ("num-layers", "hybrid-layer-pattern", "hybrid-override-pattern"))
 
 
-def _hardware(options: dict[str, Any]) -> Hardware:
+def hardware_of(options: dict[str, Any]) -> Hardware:
     return hardware_named(options["hardware"]).connected(
-        tflops=options["tflops"],
-        link_gb_s=options["link_gb_s"],
-        network_gb_s=options["network_gb_s"],
-        per_node=options["gpus_per_node"],
+        tflops=options.get("tflops"),
+        link_gb_s=options.get("link_gb_s"),
+        network_gb_s=options.get("network_gb_s"),
+        per_node=options.get("gpus_per_node"),
     )
 
 

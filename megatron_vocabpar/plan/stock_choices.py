@@ -28,7 +28,7 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Choice]] = {}
-    for placed in _layouts(request):
+    for placed in layouts_of(request):
         if placed.chunks > 1 and request.job.m % request.job.p:
             continue
         kind = re.sub(r" x\d+", "", placed.name)
@@ -41,7 +41,7 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     return [min(some, key=rank) for some in tried.values()]
 
 
-def _layouts(request: Request) -> Iterator[Layout]:
+def layouts_of(request: Request) -> Iterator[Layout]:
     """Ways to place layers; bars place those of a pattern, with no flag that counts other layers."""
     model, p = request.model, request.job.p
     ways = list(layouts(model.layers, p, request.costs()))

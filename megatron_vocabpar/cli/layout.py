@@ -1,0 +1,101 @@
+"""``vocabpar layout``: where Megatron's own schedule has its layers best, for whoever stays with it.
+
+Exit code 0: a layout fits; 1: none does; 2: bad input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from megatron_vocabpar.cli.plan import NOTHING_FITS, check, given_of, hardware_of, model_of
+from megatron_vocabpar.megatron_lm.layouts import layers_of
+from megatron_vocabpar.plan.choice import Choice, Request, costs_of
+from megatron_vocabpar.plan.choices import all_choices, best_of
+from megatron_vocabpar.plan.memory import GIB
+from megatron_vocabpar.plan.read_arguments import job_from_arguments
+from megatron_vocabpar.plan.stock import Layout, stages_of
+from megatron_vocabpar.plan.stock_choices import layouts_of, stock_choice
+
+
+@click.command("layout")
+@click.option("--preset", help="A model, as of vocabpar plan.")
+@click.option("--config", "config_file", metavar="FILE", help="A Hugging Face config.json.")
+@click.option("--script", metavar="FILE", help="A launch script: Megatron's arguments in its text.")
+@click.option("--hardware", default="H100", help="As of vocabpar plan.")
+@click.option(
+    "--chunks", type=int, help="Model chunks on each rank; by default the fastest number that fits."
+)
+@click.option("--check", "given_layout", metavar="LAYOUT", help="Say how far this layout is from the best.")
+@click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8.")
+@click.option("--tp", type=int, help="Tensor parallel size.")
+@click.option("--dp", type=int, help="Data parallel size.")
+@click.option("--cp", type=int, help="Context parallel size.")
+@click.option("--ep", type=int, help="Expert parallel size.")
+@click.option("--microbatches", type=int, help="Of an iteration and replica; by default 128.")
+@click.option("--seq-length", type=int, help="Tokens of a sequence.")
+@click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has.")
+@click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]")
+@click.pass_context
+def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | None, **options: Any) -> None:
+    """The flag that places the layers of Megatron's own 1F1B or interleaved schedule.
+
+    Layers, embedding, output layer and heads are balanced by time, within the memory. All is estimated.
+    """
+    check(options)
+    given = given_of(options["script"], options["arguments"])
+    model, gpu = model_of(options | {"mtp_depths": None}, given), hardware_of(options)
+    job = job_from_arguments(given, options)
+    request = Request(model, job, gpu, options["memory_gib"] or gpu.memory_gib)
+    placed = [
+        each
+        for each in layouts_of(request)
+        if chunks in (None, each.chunks) and (each.chunks == 1 or job.m % job.p == 0)
+    ]
+    if not placed:
+        raise ValueError(
+            f"no layout of {model.layers} layers has {chunks} chunks on each of {job.p} ranks with {job.m} "
+            "microbatches; give fewer --chunks, or --microbatches that --pp divides"
+        )
+    tried = [(stock_choice(request, each, True), each) for each in placed]
+    fitting = [one for one in tried if one[0].fits(request)]
+    choice, layout = min(fitting or tried, key=lambda one: (one[0].iteration_ms, one[0].peak_gib))
+    choice = stock_choice(request, layout, False)
+    click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
+    click.echo(_told(request, choice, layout))
+    click.echo(" ".join(choice.flags) or "no flag: the layers are even")
+    if given_layout is not None:
+        counts = layers_of(given_layout)
+        own, left = divmod(len(counts), job.p)
+        if left or sum(counts) != model.layers:
+            raise ValueError(
+                f"--check {given_layout}: {sum(counts)} layers on {len(counts)} stages; give {model.layers} "
+                f"layers on a multiple of {job.p} stages"
+            )
+        checked = Layout("the given layout", own, counts, ())
+        found = stock_choice(request, checked, False)
+        far = found.iteration_ms / choice.iteration_ms - 1.0
+        click.echo(f"{given_layout}: {_told(request, found, checked)}; {far:+.1%}")
+    ours = best_of(request, all_choices(request))
+    if ours is not None:
+        click.echo(f"this package's {ours.name}: {_figures(ours)}")
+    if not fitting:
+        ctx.exit(NOTHING_FITS)
+
+
+def _told(request: Request, choice: Choice, layout: Layout) -> str:
+    """A layout's time, memory, and how much more than the mean its busiest rank works."""
+    p = request.job.p
+    stages = stages_of(layout, p, costs_of(request, layout.layers))
+    both = [sum(ms) for ms in zip(stages.forward, stages.backward, strict=True)]
+    ranks = [sum(both[rank::p]) for rank in range(p)]
+    busiest = max(ranks) * p / sum(ranks) - 1.0
+    fits = "" if choice.fits(request) else f", more than the {request.limit_gib:.1f} of a GPU"
+    return f"{_figures(choice)}{fits}; the busiest rank works {busiest:.1%} more than the mean"
+
+
+def _figures(choice: Choice) -> str:
+    memory = f"{min(stage.total for stage in choice.stages) / GIB:.1f} to {choice.peak_gib:.1f} GiB a rank"
+    return f"{choice.iteration_ms:,.0f} ms, idle {choice.idle:.1%}, {memory}"
