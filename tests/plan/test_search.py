@@ -152,11 +152,11 @@ def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
 
 @pytest.mark.slow
 def test_a_search_plays_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """513 orders, on a pipeline of up to 32 ranks: 20 s of one processor."""
+    """1,919 orders of 128 ways, on a pipeline of up to 32 ranks: 27 s of one processor."""
     model, gpu = model_preset("glm-4.5"), hardware_named("GB300")
     plays = counted(monkeypatch)
     assert search(Question(model, gpu, 64, usual_batch(model, 64), gpu.memory_gib))
-    assert len(plays) <= 520
+    assert len(plays) <= 1_950
 
 
 def test_the_same_question_has_the_same_answer() -> None:
