@@ -141,9 +141,9 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         watchers.append(TimelineFile(run, config.timeline, folder))
     if args.log_throughput:
         watchers.append(IdleTime(args.log_interval))
-    agree("plan", {"digest of the plan": program_digest(plan.program)}, _patience(args) / 2)
+    agree("plan", {"digest of the plan": program_digest(run.plan(m).program)}, _patience(args) / 2)
     if dist.get_rank() == 0:
-        say(planned(request.family_name, plan))
+        say(planned(request.family_name, run.plan(m)))
     return Watched(run, timeline, watchers)
 
 
