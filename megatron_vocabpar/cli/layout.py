@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.plan import NOTHING_FITS, check, given_of, hardware_of, model_of
+from megatron_vocabpar.cli.plan import NOTHING_FITS, check, given_of, hardware_of, model_of, of_a_job
 from megatron_vocabpar.megatron_lm.layouts import layers_of
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
@@ -20,24 +20,11 @@ from megatron_vocabpar.plan.stock_choices import layouts_of, stock_choice
 
 
 @click.command("layout")
-@click.option("--preset", help="A model, as of vocabpar plan.")
-@click.option("--config", "config_file", metavar="FILE", help="A Hugging Face config.json.")
-@click.option("--script", metavar="FILE", help="A launch script: Megatron's arguments in its text.")
-@click.option("--hardware", default="H100", help="As of vocabpar plan.")
+@of_a_job
 @click.option(
     "--chunks", type=int, help="Model chunks on each rank; by default the fastest number that fits."
 )
 @click.option("--check", "given_layout", metavar="LAYOUT", help="Say how far this layout is from the best.")
-@click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8.")
-@click.option("--tp", type=int, help="Tensor parallel size.")
-@click.option("--dp", type=int, help="Data parallel size.")
-@click.option("--cp", type=int, help="Context parallel size.")
-@click.option("--ep", type=int, help="Expert parallel size.")
-@click.option("--microbatches", type=int, help="Of an iteration and replica; by default 128.")
-@click.option("--seq-length", type=int, help="Tokens of a sequence.")
-@click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has.")
-@click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]")
 @click.pass_context
 def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | None, **options: Any) -> None:
     """The flag that places the layers of Megatron's own 1F1B or interleaved schedule.
@@ -46,14 +33,11 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
     """
     check(options)
     given = given_of(options["script"], options["arguments"])
-    model, gpu = model_of(options | {"mtp_depths": None}, given), hardware_of(options)
+    model, gpu = model_of(options, given), hardware_of(options)
     job = job_from_arguments(given, options)
     request = Request(model, job, gpu, options["memory_gib"] or gpu.memory_gib)
-    placed = [
-        each
-        for each in layouts_of(request)
-        if chunks in (None, each.chunks) and (each.chunks == 1 or job.m % job.p == 0)
-    ]
+    checked = _checked(request, given_layout) if given_layout else None
+    placed = [each for each in layouts_of(request) if chunks in (None, each.chunks)]
     if not placed:
         raise ValueError(
             f"no layout of {model.layers} layers has {chunks} chunks on each of {job.p} ranks with {job.m} "
@@ -66,15 +50,7 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
     click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
     click.echo(_told(request, choice, layout))
     click.echo(" ".join(choice.flags) or "no flag: the layers are even")
-    if given_layout is not None:
-        counts = layers_of(given_layout)
-        own, left = divmod(len(counts), job.p)
-        if left or sum(counts) != model.layers:
-            raise ValueError(
-                f"--check {given_layout}: {sum(counts)} layers on {len(counts)} stages; give {model.layers} "
-                f"layers on a multiple of {job.p} stages"
-            )
-        checked = Layout("the given layout", own, counts, ())
+    if checked is not None:
         found = stock_choice(request, checked, False)
         far = found.iteration_ms / choice.iteration_ms - 1.0
         click.echo(f"{given_layout}: {_told(request, found, checked)}; {far:+.1%}")
@@ -83,6 +59,17 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
         click.echo(f"this package's {ours.name}: {_figures(ours)}")
     if not fitting:
         ctx.exit(NOTHING_FITS)
+
+
+def _checked(request: Request, layout: str) -> Layout:
+    counts, wanted = layers_of(layout), request.model.layers
+    chunks, left = divmod(len(counts), request.job.p)
+    if left or sum(counts) != wanted:
+        raise ValueError(
+            f"--check {layout}: {sum(counts)} layers on {len(counts)} stages; give {wanted} layers on a "
+            f"multiple of {request.job.p} stages"
+        )
+    return Layout("the given layout", chunks, counts, ())
 
 
 def _told(request: Request, choice: Choice, layout: Layout) -> str:

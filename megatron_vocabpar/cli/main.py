@@ -11,6 +11,7 @@ import importlib
 import signal
 import traceback
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -79,11 +80,19 @@ class VerbGroup(click.Group):
     Args:
         verbs: their lines in ``--help``, by name.
         package: whose modules they are, one each.
+        examples: a command of some of them, for their ``--help``.
     """
 
-    def __init__(self, *args: Any, verbs: Mapping[str, str], package: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        verbs: Mapping[str, str],
+        package: str,
+        examples: Mapping[str, str] = MappingProxyType({}),
+        **settings: Any,
+    ) -> None:
         super().__init__(*args, **settings)
-        self.verbs, self.package = verbs, package
+        self.verbs, self.package, self.examples = verbs, package, examples
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.verbs)
@@ -93,8 +102,8 @@ class VerbGroup(click.Group):
             command = load(self.package, cmd_name) if cmd_name in self.verbs else None
         except ModuleNotFoundError as error:
             raise self._missing_extra(cmd_name, error) from error
-        if command is not None and cmd_name in _EXAMPLES:
-            command.epilog = f"Example: {_EXAMPLES[cmd_name]}"
+        if command is not None and cmd_name in self.examples:
+            command.epilog = f"Example: {self.examples[cmd_name]}"
         return command
 
     def resolve_command(
@@ -167,6 +176,7 @@ eval "$(_VOCABPAR_COMPLETE=bash_source vocabpar)"; zsh_source in ~/.zshrc, fish_
     cls=VerbGroup,
     verbs=VERBS,
     package="megatron_vocabpar.cli",
+    examples=_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog=_COMPLETION,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,49 +36,67 @@ _WORKERS = 4
 _COLUMNS = 100
 
 
+_OF_A_JOB = (
+    click.option(
+        "--preset",
+        help=f"A model: {', '.join(model_presets())}.",
+        shell_complete=completing(model_presets()),
+    ),
+    click.option("--config", "config_file", metavar="FILE", help="A Hugging Face config.json."),
+    click.option("--script", metavar="FILE", help="A launch script: Megatron's arguments in its text."),
+    click.option(
+        "--hardware",
+        default="H100",
+        help=f"One of {', '.join(hardware_presets())}.",
+        shell_complete=completing(hardware_presets()),
+    ),
+    click.option("--tflops", type=float, help="10^12 operations a second of dense products in 16 bits."),
+    click.option("--link-gb-s", type=float, help="GB/s of a GPU's link within a node, one direction."),
+    click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction."),
+    click.option("--gpus-per-node", type=int, help="GPUs that the link connects."),
+    click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8."),
+    click.option("--tp", type=int, help="Tensor parallel size; by default the arguments', or 1."),
+    click.option(
+        "--dp", type=int, help="Data parallel size; by default what the script's processes leave, or 1."
+    ),
+    click.option("--cp", type=int, help="Context parallel size; by default the arguments', or 1."),
+    click.option("--ep", type=int, help="Expert parallel size; by default the arguments', or 1."),
+    click.option("--microbatches", type=int, help="Of an iteration and replica; by default 128."),
+    click.option("--micro-batch-size", type=int, help="Sequences of a microbatch."),
+    click.option("--global-batch-size", type=int, help="Sequences of an iteration."),
+    click.option("--seq-length", type=int, help="Tokens of a sequence."),
+    click.option(
+        "--mtp-depths",
+        type=click.IntRange(0),
+        help="Heads of multi-token prediction, whatever the model has.",
+    ),
+    click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has."),
+    click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas."),
+    click.option("--offload", is_flag=True, help="Keep optimizer states on the host."),
+    click.option("--fp8", is_flag=True, help="Products of layers in 8 bits."),
+    click.option(
+        "--recompute",
+        type=click.Choice(RECOMPUTE),
+        is_flag=False,
+        flag_value="full",
+        help="Recomputation of activations; full where nothing follows.",
+    ),
+    click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]"),
+)
+
+
+def of_a_job(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say the model, the GPUs and how the model is spread over them."""
+    for add in reversed(_OF_A_JOB):
+        command = add(command)
+    return command
+
+
 @click.command("plan")
-@click.option(
-    "--preset",
-    help=f"A model: {', '.join(model_presets())}.",
-    shell_complete=completing(model_presets()),
-)
-@click.option("--config", "config_file", metavar="FILE", help="A Hugging Face config.json.")
-@click.option("--script", metavar="FILE", help="A launch script: Megatron's arguments in its text.")
-@click.option(
-    "--hardware",
-    default="H100",
-    help=f"One of {', '.join(hardware_presets())}.",
-    shell_complete=completing(hardware_presets()),
-)
-@click.option("--tflops", type=float, help="10^12 operations a second of dense products in 16 bits.")
-@click.option("--link-gb-s", type=float, help="GB/s of a GPU's link within a node, one direction.")
-@click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction.")
-@click.option("--gpus-per-node", type=int, help="GPUs that the link connects.")
+@of_a_job
 @click.option("--costs", "costs_file", metavar="FILE", help="Measured times of passes, or doctor's price.")
 @click.option("--gpus", type=int, help="Search how to spread the model over so many; sizes given stay.")
 @click.option("--sources", is_flag=True, help="Also say where each number about the GPU is from.")
-@click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8.")
-@click.option("--tp", type=int, help="Tensor parallel size; by default the arguments', or 1.")
-@click.option(
-    "--dp", type=int, help="Data parallel size; by default what the script's processes leave, or 1."
-)
-@click.option("--cp", type=int, help="Context parallel size; by default the arguments', or 1.")
-@click.option("--ep", type=int, help="Expert parallel size; by default the arguments', or 1.")
-@click.option("--microbatches", type=int, help="Of an iteration and replica; by default 128.")
-@click.option("--micro-batch-size", type=int, help="Sequences of a microbatch.")
-@click.option("--global-batch-size", type=int, help="Sequences of an iteration.")
-@click.option("--seq-length", type=int, help="Tokens of a sequence.")
-@click.option(
-    "--mtp-depths", type=click.IntRange(0), help="Heads of multi-token prediction, whatever the model has."
-)
-@click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has.")
-@click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas.")
-@click.option("--offload", is_flag=True, help="Keep optimizer states on the host.")
-@click.option("--fp8", is_flag=True, help="Products of layers in 8 bits.")
-@click.option(
-    "--recompute", type=click.Choice(RECOMPUTE), is_flag=False, flag_value="full",
-    help="Recomputation of activations; full where nothing follows.",
-)  # fmt: skip
 @FORMAT
 @click.option(
     "--html",
@@ -87,7 +105,6 @@ _COLUMNS = 100
     callback=will_be_written,
     help="Also write a page with memory and schedules.",
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]")
 @click.pass_context
 def plan_command(ctx: click.Context, **options: Any) -> None:
     """Which method in which family: time, MFU, memory of each stage, launch line, and why.
@@ -184,10 +201,10 @@ def _layers_in(given: Given) -> bool:
 
 def hardware_of(options: dict[str, Any]) -> Hardware:
     return hardware_named(options["hardware"]).connected(
-        tflops=options.get("tflops"),
-        link_gb_s=options.get("link_gb_s"),
-        network_gb_s=options.get("network_gb_s"),
-        per_node=options.get("gpus_per_node"),
+        tflops=options["tflops"],
+        link_gb_s=options["link_gb_s"],
+        network_gb_s=options["network_gb_s"],
+        per_node=options["gpus_per_node"],
     )
 
 
