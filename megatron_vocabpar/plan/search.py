@@ -38,7 +38,14 @@ from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, VOCAB_1, VOCAB_2, method_named
+from megatron_vocabpar.schedule.words.methods import (
+    BASELINE,
+    INTERLACED,
+    VOCAB_1,
+    VOCAB_2,
+    Method,
+    method_named,
+)
 from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 128  # ways to divide a model that are played
@@ -116,7 +123,7 @@ def candidates(question: Question) -> list[tuple[float, Job]]:
         rung = next((one for one in rungs(question, job) if _fits_with(question, one, one.p / 3)), None)
         if rung is not None:
             ways.append((bound_ms(question, rung), expected_ms(question, rung), job))
-    orders = ([*sorted(ways, key=lambda way: (way[k], _sizes(way[2])))] for k in (0, 1))
+    orders = (sorted(ways, key=lambda way: (way[k], _sizes(way[2]))) for k in (0, 1))
     return [(bound, job) for bound, _, job in dict.fromkeys(chain.from_iterable(zip(*orders, strict=True)))]
 
 
@@ -168,14 +175,8 @@ def bound_ms(question: Question, job: Job) -> float:
 
 def expected_ms(question: Question, job: Job) -> float:
     """About what the best schedule takes: also a quarter of 1F1B's idle time, and what gradients add."""
-    model, gpu, costs = (
-        question.model,
-        question.hardware,
-        estimated_costs(question.model, job, question.hardware),
-    )
-    layers = tuple(model.layers // job.p + (stage < model.layers % job.p) for stage in range(job.p))
-    method = method_named(VOCAB_1 if job.p > 1 else BASELINE)
-    parameters = parameters_of(model, job, method, Placement(job.p, 1, "standard"), layers)
+    model, gpu = question.model, question.hardware
+    costs, parameters = estimated_costs(model, job, gpu), parameters_of(model, job, *_evenly(model, job.p))
     after = longest_after_ms(job, gpu, parameters, costs, w_chunks=2)
     return (job.m + (job.p - 1) / 4) * _work_ms(question, job, costs) + after
 
@@ -196,14 +197,17 @@ def _fits_with(question: Question, job: Job, held: float, *, mean: bool = False)
     which no layout or method makes lighter. So a job that could fit is never left out.
     """
     model, p = question.model, job.p
-    layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
-    method = method_named(VOCAB_1 if p > 1 else BASELINE)
-    placement = Placement(p, 1, "standard")
-    stages = stage_memory(model, job, method, placement, layers, [Held(max(1.0, held))] * p)
+    stages = stage_memory(model, job, *_evenly(model, p), [Held(max(1.0, held))] * p)
     needed = min(stage.total for stage in stages)
     if mean:
         needed = fmean(one.total - (1.0 + RESERVED) * (one.output + one.inputs) for one in stages)
     return needed <= question.limit_gib * GIB
+
+
+def _evenly(model: Model, p: int) -> tuple[Method, Placement, tuple[int, ...]]:
+    """The lightest way to spread a model: vocabulary layers over all stages, layers as even as can be."""
+    layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
+    return method_named(VOCAB_1 if p > 1 else BASELINE), Placement(p, 1, "standard"), layers
 
 
 def rungs(question: Question, job: Job) -> list[Job]:

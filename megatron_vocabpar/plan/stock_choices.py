@@ -24,13 +24,10 @@ from megatron_vocabpar.schedule.words.placement import Placement
 def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
 
-    Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
     ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Choice]] = {}
     for placed in layouts_of(request):
-        if placed.chunks > 1 and request.job.m % request.job.p:
-            continue
         kind = re.sub(r" x\d+", "", placed.name)
         tried.setdefault(kind, []).append(stock_choice(request, placed, shorter))
 
@@ -42,9 +39,12 @@ def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
 
 
 def layouts_of(request: Request) -> Iterator[Layout]:
-    """Ways to place layers; bars place those of a pattern, with no flag that counts other layers."""
-    model, p = request.model, request.job.p
-    ways = list(layouts(model.layers, p, request.costs()))
+    """Ways to place layers; bars place those of a pattern, with no flag that counts other layers.
+
+    Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
+    """
+    model, p, several = request.model, request.job.p, request.job.m % request.job.p == 0
+    ways = [one for one in layouts(model.layers, p, request.costs()) if several or one.chunks == 1]
     if not model.pattern:
         yield from ways
         return
