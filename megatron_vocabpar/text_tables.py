@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from shutil import get_terminal_size
+from typing import IO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 
-def console(most: int) -> Console:
-    """The standard output, as wide as its terminal and ``most``; a file gets ``most`` columns."""
-    columns = get_terminal_size((most, 24)).columns
-    return Console(width=min(most, columns), highlight=False, markup=False)
+def console(most: int, file: IO[str] | None = None) -> Console:
+    """The standard output, as wide as its terminal and ``most``; a file gets ``most`` columns.
+
+    With ``file`` the text goes there, for that terminal, without colours.
+    """
+    columns, plain = get_terminal_size((most, 24)).columns, file is not None
+    return Console(file=file, width=min(most, columns), highlight=False, markup=False, no_color=plain)
 
 
 def text_table(

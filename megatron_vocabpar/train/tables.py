@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from megatron_vocabpar.text_tables import console, text_table
 from megatron_vocabpar.train.compare import Difference, loss_curve
 from megatron_vocabpar.train.metrics import memory_text
@@ -40,9 +38,8 @@ class TextTable(NamedTuple):
 
 def as_text(table: TextTable) -> str:
     """The table for a terminal, its note below it."""
-    text, shown = io.StringIO(), console(_WIDTH)
-    drawn = text_table(table.cells, table.cells[0][:1], table.title, table.note)
-    Console(file=text, width=shown.width, no_color=True).print(drawn)
+    text = io.StringIO()
+    console(_WIDTH, text).print(text_table(table.cells, table.cells[0][:1], table.title, table.note))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
