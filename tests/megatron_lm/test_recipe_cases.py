@@ -14,6 +14,7 @@ from lab.recipes import recipes
 from tests.megatron_lm.training import is_since, words
 from tests.support.engine_models import Record, compare, train, weights
 from tests.support.launch_options import DISTRIBUTED, FROM_WEIGHTS, LATENT, LLAMA, REUSED
+from tests.transformer_engine import hook
 
 FOUND = [found for found, _ in frequent(recipes()[1])]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
@@ -73,6 +74,9 @@ def test_recipes_train_as_stock(found: Combination, record_property: Record) -> 
     """
     if not is_since("0.19"):
         pytest.skip("Bridge's recipes are for 0.19 and later")
+    if "mla_up_proj" in found.recomputed and found.graphs and hook.is_before("2.12"):
+        # They are missing among a graph's inputs, and an overlapped reduction waits for their hooks.
+        pytest.skip("Transformer Engine 2.11 calls no hook of weights that a captured layer recomputes with")
     shape, sizes = model(found), {"pp": 2, "dp": 2 if found.gathered else 1}
     load = ("--load", str(weights(shape)), *FROM_WEIGHTS, *rounded(found))
     theirs = train(shape, *load, **(sizes if {"--fp8-recipe", "--fp4-recipe"} & {*load} else {}))

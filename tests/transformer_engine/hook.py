@@ -22,6 +22,7 @@ from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from tests.transformer_engine import compiled
 from tests.transformer_engine.unserved import unserved
@@ -44,6 +45,12 @@ def wheel() -> Path | None:
     """The folder that holds the wheel's files: TRANSFORMER_ENGINE_PATH, or where ``make test`` puts it."""
     folder = Path(os.environ.get("TRANSFORMER_ENGINE_PATH") or Path(sys.prefix) / "transformer-engine")
     return folder if (folder / PACKAGE / "pytorch").is_dir() else None
+
+
+def is_before(version: str) -> bool:
+    """Whether the wheel is of an earlier version, such as ``2.12``."""
+    (found,) = (path.name for path in (wheel() or Path()).glob(f"{PACKAGE}-*.dist-info"))
+    return Version(found.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info")) < Version(version)
 
 
 def install(folder: Path, on_cpu: bool = True) -> None:
