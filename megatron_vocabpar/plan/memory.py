@@ -6,10 +6,6 @@ table5``):
 
 - activations: counted for each layer (``Model.activation_bytes``; 34 s b H for the paper's), and 1 % more
   for what a count of large tensors leaves out: statistics of norms and softmax, random states;
-- S to T: 7.3 bytes for each logit of a shard: the softmax in float32 (4), a copy in 16 bits for the products
-  (2), and part of a float32 temporary;
-- the whole output layer, in baseline and redis: 11 bytes a logit: logits and their gradient in float32 (8),
-  logits in 16 bits (2), a mask;
 - with a method that partitions, embedded inputs and other tensors of the size of hidden states: 32.6 bytes an
   element of [s b, H]: tensors of C0 and CI in 16 bits, input gradients in float32, one of each in use while
   the next is sent;
@@ -18,8 +14,16 @@ table5``):
 - the gradient of the whole embedding in 16 bits, when the first stage's B ends in baseline and redis;
 - workspaces of libraries: 120 MB.
 
-A parameter takes 18 bytes: weight 2, gradient 4, Adam 12, of which the optimizer's are divided over the
-replicas with a distributed optimizer. The published runs had gradients in 16 bits: 16.
+Parameters and logits have ``Bytes``. Today's were counted, those of the published runs are of that fit:
+
+- a parameter: weight 2, gradient 4, Adam 12, of which the optimizer's are divided over the replicas with a
+  distributed optimizer: 18. The published runs had gradients in 16 bits: 16;
+- S to T, a logit of a shard: its exponential in 16 bits; while S or T runs, float32 logits of at most 128 MiB
+  (``layers/waves.py``). Published: 7.3, with the softmax in float32;
+- the whole output layer, in baseline and redis, a logit: 2 in 16 bits and 4 of the softmax in float32, later
+  that and the gradient in 16 bits (counted in Megatron 0.16.1 and main, with and without
+  ``--cross-entropy-loss-fusion``; Transformer Engine's fusion takes 2, and Megatron refuses it from 0.18.2
+  on). Published: 11, with logits and their gradient in float32.
 
 Next: ``choice.py``.
 """
@@ -37,7 +41,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 
 GIB = 2.0**30
 _UNCOUNTED = 34.3 / 34.0
-_SHARD_LOGIT, _LOGIT, _HIDDEN, _HEAD, _HALF = 7.3, 11.0, 32.6, 8.0, 2
+_HIDDEN, _HEAD, _HALF, _FLOAT = 32.6, 8.0, 2, 4
 _WORKSPACES = 120e6
 # Not in Table 5, which is what PyTorch allocated: it reserved 7 to 15 % more in the published runs, and CUDA
 # and NCCL hold memory beside PyTorch. The latter is an assumption.
@@ -46,14 +50,23 @@ RESERVED, _OUTSIDE = 0.12, 1.5 * GIB
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of one parameter, by use."""
+    """Bytes of one parameter and of one logit, by use.
+
+    Attributes:
+        shard_logit: of a method that partitions, from S to T.
+        chunk: not of one logit: the most of a shard's float32 logits at a time.
+        logit: of the whole output layer.
+    """
 
     weights: float = 2
     gradients: float = 4
     optimizer: float = 12
+    shard_logit: float = 2
+    chunk: float = 128 * 2.0**20
+    logit: float = 6
 
 
-PUBLISHED = Bytes(gradients=2)
+PUBLISHED = Bytes(gradients=2, shard_logit=7.3, chunk=0, logit=11)
 """The paper's runs: 16 bytes a parameter fit Table 5, 18 do not."""
 
 
@@ -170,12 +183,13 @@ def stage_memory(
         output = inputs = 0.0
         heads = 1 + model.mtp_depths
         if method.vocabulary_parallel:
+            logits = tokens * model.vocab / (placement.p * job.t)
             shards = heads * held[rank].softmax_shards
-            output = _SHARD_LOGIT * shards * tokens * model.vocab / (placement.p * job.t)
+            output = bytes_.shard_logit * shards * logits + min(_FLOAT * logits, bytes_.chunk)
             inputs = heads * _HIDDEN * tokens * model.hidden / job.t
         else:
             if rank == placement.last_rank:
-                output = heads * _LOGIT * tokens * model.vocab / job.t
+                output = heads * bytes_.logit * tokens * model.vocab / job.t
             if rank == placement.first_rank:
                 # The gradient is made when B has ended and freed a microbatch of the first chunk.
                 gradient = _HALF * model.vocabulary_weights / job.t
