@@ -5,6 +5,8 @@ Exit code 0: a layout fits; 1: none does; 2: bad input.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import click
@@ -43,9 +45,10 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
             f"no layout of {model.layers} layers has {chunks} chunks on each of {job.p} ranks with {job.m} "
             "microbatches; give fewer --chunks, or --microbatches that --pp divides"
         )
-    tried = [(stock_choice(request, each, True), each) for each in placed]
+    unlimited = replace(request, limit_gib=inf)  # where nothing fits the fastest is told
+    tried = [(stock_choice(unlimited, each, True), each) for each in placed]
     fitting = [one for one in tried if one[0].fits(request)]
-    choice, layout = min(fitting or tried, key=lambda one: (one[0].iteration_ms, one[0].peak_gib))
+    choice, layout = min(fitting or tried, key=lambda one: one[0].iteration_ms)
     choice = stock_choice(request, layout, False)
     click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
     click.echo(_told(request, choice, layout))

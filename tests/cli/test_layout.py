@@ -49,7 +49,8 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None
     assert message in done.output
 
 
-def test_nothing_fits() -> None:
-    done = run("--memory-gib", "2")
+def test_where_nothing_fits_the_fastest_is_told() -> None:
+    done, fits = run("--memory-gib", "2"), run("--memory-gib", "900")
+    assert done.output.splitlines()[2] == fits.output.splitlines()[2]
     assert done.exit_code == 1
     assert "more than the 2.0 of a GPU" in done.output
