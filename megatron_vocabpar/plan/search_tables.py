@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vocabpar.plan.advice import channels, launch_line
+from megatron_vocabpar.plan.fsdp import sharded
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.search import BEST, MOST, Found, Question
 from megatron_vocabpar.plan.tables import model_notes, sizes_of
@@ -75,6 +76,7 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
     console.print(Text(headline(question)))
     if not found:
         console.print(Text(nothing_fits(question)))
+        console.print(Text(faster_sharded(question, found)))
         return
     wide = console.width >= _WIDE
     console.print(_table(shown(found), wide))
@@ -86,7 +88,7 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
         console.print(Text(f"- {gain(found)}"))
     if judged := verdict_of(found):
         console.print(Text(f"- {judged}"))
-    for line in channels(best.choice):
+    for line in filter(None, (*channels(best.choice), faster_sharded(question, found))):
         console.print(Text(f"- {line}"))
     console.print(
         Text(f"- Times are estimates; --sources says where each number is from; {MOST} ways at most")
@@ -118,6 +120,18 @@ def gain(found: Sequence[Found]) -> str:
     return (
         f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.choice.name} "
         f"with {sizes_of(stock.request.job)}"
+    )
+
+
+def faster_sharded(question: Question, found: Sequence[Found]) -> str:
+    """What FSDP may take, if that is less than the best takes; else empty."""
+    model, gpu = question.model, question.hardware
+    least = sharded(model, gpu, question.gpus, question.batch, question.limit_gib)
+    if least is None or (found and found[0].choice.iteration_ms <= least.iteration_ms):
+        return ""
+    return (
+        f"FSDP with weights, gradients and optimizer on the host may be faster: {least.iteration_ms:,.0f} ms "
+        f"or more, with {least.micro_batch} sequences at a time, if computation hides all transfers"
     )
 
 
