@@ -15,6 +15,7 @@ from megatron_vocabpar.cli.plan import NOTHING_FITS, check, given_of, hardware_o
 from megatron_vocabpar.megatron_lm.layouts import layers_of
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
+from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
 from megatron_vocabpar.plan.stock import Layout, stages_of
@@ -37,6 +38,8 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
     given = given_of(options["script"], options["arguments"])
     model, gpu = model_of(options, given), hardware_of(options)
     job = job_from_arguments(given, options)
+    for problem in refused(model, job):
+        raise ValueError(problem)
     request = Request(model, job, gpu, options["memory_gib"] or gpu.memory_gib)
     checked = _checked(request, given_layout) if given_layout else None
     placed = [each for each in layouts_of(request) if chunks in (None, each.chunks)]

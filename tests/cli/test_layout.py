@@ -40,6 +40,7 @@ def test_a_worse_layout_is_told_how_far_it_is() -> None:
     ("words", "message"),
     [
         (("--check", "Ett|ttL"), "4 layers on 2 stages; give 28 layers on a multiple of 4 stages"),
+        (("--tp", "5"), "tensor parallel size 5 does not divide the 24 attention heads"),
         (("--chunks", "24"), "no layout of 28 layers has 24 chunks on each of 4 ranks"),
     ],
 )
