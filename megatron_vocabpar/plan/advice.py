@@ -143,12 +143,13 @@ def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:
     if ratio > _SUFFICES:
         return []
     kind = "a large mixture of experts" if request.model.experts else "this model and pipeline"
-    memory = "" if moved.fits(request) else ", but it does not fit"
+    fits = "" if moved.fits(request) else ", but it does not fit"
+    left = ["memory"] if best.peak_gib < moved.peak_gib else []
     return [
         f"Redistribution suffices for the time: for {kind} redis in 1f1b takes "
-        f"{100 * abs(ratio - 1):.1f} % {'more' if ratio > 1 else 'less'} than {best.name}{memory}. What is "
-        f"left for a partitioned vocabulary is memory ({best.peak_gib:.1f} against {moved.peak_gib:.1f} GiB) "
-        "and multi-token prediction."
+        f"{100 * abs(ratio - 1):.1f} % {'more' if ratio > 1 else 'less'} than {best.name}{fits}; they hold "
+        f"{moved.peak_gib:.1f} and {best.peak_gib:.1f} GiB. What is left for a partitioned vocabulary is "
+        f"{' and '.join([*left, 'multi-token prediction'])}."
     ]
 
 
