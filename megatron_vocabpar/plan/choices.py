@@ -150,6 +150,8 @@ def choices_of(
     much as both when played, and collectives beside layers count only in choices that fit.
     """
     method, family = method_named(method_name), family_named(name)
+    if request.model.teacher and method.name == INTERLACED:
+        return [Choice(method.name, family.name, problem="distillation is refused with it")]
     try:
         layouts = layer_counts(request, method, family)[:most]
         return [
