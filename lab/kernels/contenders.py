@@ -1,4 +1,4 @@
-"""What ``python -m lab kernels`` compares with: the published passes and other projects' layers.
+"""What ``python -m lab kernels`` compares with: a frozen head, the published passes, other projects' layers.
 
 Next: ``published.py``, ``others.py``.
 """
@@ -13,13 +13,15 @@ from torch import Tensor
 
 from lab.kernels.others import Loss, forward_backward, runnable
 from lab.kernels.published import published_embedding, published_embedding_gradient, published_pass
+from megatron_vocabpar.layers.numbers import Slopes
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.measure.output_layer import OutputLayer
 from megatron_vocabpar.measure.timing import Contender
+from megatron_vocabpar.schedule.words.methods import VOCAB_1
 
 
 def output_contenders(layer: OutputLayer, mean_loss: float) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The published passes and the other layers that run on this shard; why the rest does not.
+    """What runs on this shard beside our passes; why the rest does not.
 
     Args:
         mean_loss: ours; a layer that finds another one is not measured.
@@ -28,8 +30,15 @@ def output_contenders(layer: OutputLayer, mean_loss: float) -> tuple[dict[str, C
     inputs = layer.inputs[0]
     others, reasons = runnable(inputs.x, parameter, inputs.targets, mean_loss)
     contenders: dict[str, Contender] = {f"published-{n}": partial(_published, layer, n) for n in (1, 2)}
+    contenders["frozen"] = partial(_frozen, layer)
     contenders |= {name: partial(_other, layer, loss, parameter) for name, loss in others.items()}
     return contenders, reasons
+
+
+def _frozen(layer: OutputLayer, i: int) -> None:
+    """vocab-1 without the weight gradient, which a frozen weight does not get."""
+    state, softmax = layer.s(i, VOCAB_1)
+    state.input_gradient(softmax, Slopes(-layer.g))
 
 
 def _published(layer: OutputLayer, algorithm: int, i: int) -> None:
