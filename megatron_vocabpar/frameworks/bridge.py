@@ -1,7 +1,7 @@
 """Megatron Bridge's configuration, read as Megatron's arguments, and what of it is refused.
 
 Bridge has no command line: its ``ConfigContainer`` holds sections, whose fields have the names of Megatron's
-arguments but for a few. So the same rules decide, on the container of a run (``checking``) and on those of
+arguments but for a few. So the same rules decide, on the container of a run (``Checks``) and on those of
 its recipes (``docs/frameworks.md``). Read at Megatron Bridge v0.6.0. Standard library only.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import SimpleNamespace
@@ -29,6 +28,13 @@ UPDATE = Binding(
     ("megatron.bridge.training.pretrain",),
     "refuses what cannot be run, before process groups start",
 )
+PROVIDE = Binding(
+    "megatron.bridge.models.model_provider",
+    "ModelProviderMixin.provide_distributed_model",
+    (),
+    "refuses what cannot be run, before a model is made",
+)
+ADAPT = Binding("megatron.bridge.peft.utils", "create_peft_hook", (), "tells of an adapter")
 _SECTIONS = (
     *("rng", "logger", "validation", "scheduler", "train", "rerun_state_machine", "dist", "checkpoint"),
     *("optimizer", "ddp", "model"),
@@ -96,7 +102,7 @@ def as_arguments(container: Any) -> SimpleNamespace:
     """The values of a ``ConfigContainer`` by the names of Megatron's parsed arguments.
 
     Args:
-        container: after Bridge's own ``runtime_config_update``.
+        container: after Bridge's own ``runtime_config_update``; or ``model``, ``peft`` and other sections.
 
     Returns:
         Also ``peft``, the name of an adapter's class, and ``own_model``, that of a model provider which does
@@ -121,8 +127,8 @@ def unread(container: Any) -> Iterator[str]:
     """Fields of the model, its buffers and the optimizer that a user changed and that nobody has read."""
     own = () if _builds_gpt(type(container.model)) else ("model",)
     for section in {"optimizer", "ddp", "model"}.difference(own):
-        config = getattr(container, section)
-        for field in dataclasses.fields(config):
+        config = getattr(container, section, None)
+        for field in dataclasses.fields(config) if config else ():
             name = _NAMES.get(field.name, field.name)
             if not (name.startswith("_") or name in REVIEW_OF or field.name in _READ or name in _READ):
                 value = getattr(config, field.name)
@@ -130,37 +136,58 @@ def unread(container: Any) -> Iterator[str]:
                     yield f"{section}.{field.name} {str(value)[:40]}"
 
 
-def checking(original: Callable[..., None], config: FlagConfig) -> Callable[..., None]:
-    """Bridge's ``runtime_config_update``, which then refuses what we cannot run and warns of the rest.
+class Checks:
+    """What judges a process's settings, where Bridge is about to use them.
 
-    It runs on every rank before any process group exists.
+    Bridge's own training has a container, which is checked on every rank before any process group exists.
+    verl makes a provider alone, which is checked before it makes a model; its adapter comes just before.
     """
 
-    @wraps(original)
-    def update(cfg: Any, *args: Any, **kwargs: Any) -> None:
-        original(cfg, *args, **kwargs)
-        arguments = as_arguments(cfg)
-        fields = [f"{field}: {UNREAD}" for field in unread(cfg)]
-        warning = check(arguments, config, fields, title="VOCAB_PARALLEL_FLAGS", more=BRIDGE)
+    def __init__(self, config: FlagConfig) -> None:
+        self._config = config
+        self._checked: Any = None  # the model of a container
+        self._adapter: Any = None  # for the next model
+
+    def updating(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Bridge's ``runtime_config_update``, which then refuses what we cannot run and warns of the rest."""
+
+        @wraps(original)
+        def update(cfg: Any, *args: Any, **kwargs: Any) -> None:
+            original(cfg, *args, **kwargs)
+            self._check(cfg)
+            self._checked = cfg.model
+
+        return update
+
+    def adapting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Bridge's ``create_peft_hook``, whose adapter counts for the model that is made next."""
+
+        @wraps(original)
+        def create(peft: Any, *args: Any, **kwargs: Any) -> Any:
+            self._adapter = peft
+            return original(peft, *args, **kwargs)
+
+        return create
+
+    def providing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A provider's ``provide_distributed_model``, which first does the same unless that has been done."""
+
+        @wraps(original)
+        def provide(provider: Any, ddp_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+            adapter, self._adapter = self._adapter, None
+            if provider is not self._checked:
+                self._check(SimpleNamespace(model=provider, ddp=ddp_config, peft=adapter))
+            return original(provider, ddp_config, *args, **kwargs)
+
+        return provide
+
+    def _check(self, container: Any) -> None:
+        arguments = as_arguments(container)
+        fields = [f"{field}: {UNREAD}" for field in unread(container)]
+        warning = check(arguments, self._config, fields, title="VOCAB_PARALLEL_FLAGS", more=BRIDGE)
         if os.environ.get("RANK", "0") == "0":
             for line in filter(None, (layout_notice(arguments), warning)):
                 print(line, flush=True)
-
-    return update
-
-
-def check_door() -> None:
-    """Refuse a door that was opened before Bridge was imported, so that nobody has checked its settings.
-
-    Raises:
-        ValueError: naming the order that works.
-    """
-    module = sys.modules.get("megatron.bridge.training.pretrain")
-    if module is not None and not hasattr(module.runtime_config_update, "__wrapped__"):
-        raise ValueError(
-            "megatron.bridge was imported after megatron_vocabpar.frameworks.door, which then does not check "
-            "its configuration; import megatron.bridge.training.pretrain first"
-        )
 
 
 def _builds_gpt(provider: type) -> bool:

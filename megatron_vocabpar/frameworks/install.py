@@ -1,17 +1,20 @@
-"""Replaces names of Megatron and the frameworks. Next: ``runner.py``, the forward-backward function."""
+"""Replaces names of Megatron, and those of frameworks whenever they are imported.
+
+Next: ``runner.py``, the forward-backward function.
+"""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, answering, refusing
-from megatron_vocabpar.frameworks.bridge import UPDATE, checking
+from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE, Checks
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, recognise
@@ -56,10 +59,11 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
 
 
 def install(config: FlagConfig) -> Patch:
-    """Replace Megatron's names and those of every framework that is being imported or has been.
+    """Replace Megatron's names and those of frameworks, which may be imported before or after.
 
     Raises:
-        ValueError: for a framework or a release of one whose models or losses we do not know.
+        ValueError: for a framework whose models or losses we do not know. Before the first model is made for
+            those that are imported later, and for a release of one.
     """
     _refuse_without_a_door()
     found = recognise(live_signature, package="megatron.core")
@@ -68,15 +72,22 @@ def install(config: FlagConfig) -> Patch:
     if found.unread:
         warnings.warn(f"VOCAB_PARALLEL_FLAGS: not run with {found.unread}", stacklevel=2)
     patch = Patch(config, found)
-    of_megatron = [binding for binding in MEGATRON if is_here(binding, patch.version)]
-    for binding in (*of_megatron, *_of_frameworks()):
-        patch.replace(binding, _replacement(binding, original_of(binding), config))
-    if UPDATE.module in sys.modules:
-        patch.replace(UPDATE, checking(original_of(UPDATE), config))
-    for walk in WALKS:
-        if walk.is_here():
-            patch.replace(walk.binding, walk.on_whole_layers(original_of(walk.binding)))
+    for binding in MEGATRON:
+        if is_here(binding, patch.version):
+            patch.replace(binding, _replacement(binding, original_of(binding), config))
+    for binding, make in _of_frameworks(config):
+        patch.replace_when_imported(binding, make)
     return patch
+
+
+def _of_frameworks(config: FlagConfig) -> Iterator[tuple[Binding, Callable[[Any], Any]]]:
+    """Their names, with what makes our replacement of the original."""
+    yield from LABELS.items()
+    yield from ((binding, partial(answering, binding)) for binding in FUNCTIONS)
+    yield from ((binding, partial(refusing, binding)) for binding in REFUSED)
+    yield from ((walk.binding, walk.on_whole_layers) for walk in WALKS)
+    checks = Checks(config)
+    yield from ((UPDATE, checks.updating), (PROVIDE, checks.providing), (ADAPT, checks.adapting))
 
 
 def _refuse_without_a_door() -> None:
@@ -84,24 +95,20 @@ def _refuse_without_a_door() -> None:
         raise ValueError(_WITHOUT_A_DOOR[package])
 
 
-def _of_frameworks() -> list[Binding]:
-    """The bindings that the installed frameworks have.
-
-    Raises:
-        ValueError: if it has no function of log-probabilities or of labels that we know.
-    """
-    here = []
-    for framework in {binding.module.partition(".")[0] for binding in LABELS} & sys.modules.keys():
-        for known in (FUNCTIONS, LABELS, REFUSED):
-            names = [binding for binding in known if binding.module.partition(".")[0] == framework]
-            has = [binding for binding in names if has_name(binding)]
-            if known is not REFUSED and not has:
+def _refuse_unknown_releases() -> None:
+    """Those without a function of log-probabilities or of labels that we know."""
+    for framework in {_framework(binding) for binding in LABELS} & sys.modules.keys():
+        for known in (FUNCTIONS, LABELS):
+            names = [binding for binding in known if _framework(binding) == framework]
+            if not any(has_name(binding) for binding in names):
                 wanted = ", ".join(f"{binding.module}.{binding.name}" for binding in names)
                 release = f"{framework} {getattr(sys.modules[framework], '__version__', '')}"
                 remedy = "use a release that docs/frameworks.md names"
                 raise ValueError(f"{release} has none of {wanted}: {remedy}")
-            here += has
-    return here
+
+
+def _framework(binding: Binding) -> str:
+    return binding.module.partition(".")[0]
 
 
 def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
@@ -110,6 +117,7 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
 
         def compare() -> None:  # before the first model is made
             _refuse_without_a_door()
+            _refuse_unknown_releases()
             agree("flags and versions", facts, timedelta(minutes=5))
 
         return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
@@ -117,10 +125,4 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
         return order_of_the_schedule(original, config)
     if binding.name == "get_overlap_moe_expert_parallel_comm_order":
         return order_of_the_layers(original, config)
-    if binding in LABELS:
-        return LABELS[binding](original)
-    if binding in REFUSED:
-        return refusing(binding, original)
-    if binding.name == "get_forward_backward_func":
-        return partial(partial, StepRunner(config))
-    return answering(binding, original)
+    return partial(partial, StepRunner(config))

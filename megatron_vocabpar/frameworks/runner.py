@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_vocabpar.frameworks.bridge import check_door
 from megatron_vocabpar.frameworks.steps import BegunStep, as_megatron, begin_step
 from megatron_vocabpar.megatron_lm.capture import capture_order_of
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
@@ -69,7 +68,6 @@ class StepRunner:
         return capture_order_of(self._run, num_microbatches)
 
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
-        check_door()
         config = self._config
         groups = vocab_groups(channels=config.options.channels)
         request, _ = plan_request(config, groups.pipeline, m, chunks, None)

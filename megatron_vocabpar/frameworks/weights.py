@@ -7,7 +7,6 @@ and Megatron Bridge v0.6.0. Next: ``pipeline/model/whole_layers.py``, the layers
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -17,7 +16,6 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.megatron_lm.bindings import Binding
-from megatron_vocabpar.megatron_lm.patch import has_name
 from megatron_vocabpar.pipeline.model.whole_layers import whole_layers
 
 
@@ -27,21 +25,15 @@ class Walk:
 
     Attributes:
         binding: its name.
-        framework: the package that calls it.
         chunks: the name of its argument that is a chunk or a list of them.
         iterates: whether it returns an iterator, which walks.
         writes: whether it, or the caller that iterates, writes to parameters.
     """
 
     binding: Binding
-    framework: str
     chunks: str
     iterates: bool
     writes: bool
-
-    def is_here(self) -> bool:
-        """Whether the framework is imported, or is just being, and has the function."""
-        return self.framework in sys.modules and has_name(self.binding)
 
     def on_whole_layers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` on a model that shows stock's layers."""
@@ -92,14 +84,13 @@ _EXPORTS = {"iterates": True, "writes": False}
 _PREPARES = {"iterates": False, "writes": False}
 
 
-def _walk(framework: str, chunks: str, module: str, name: str, *copies: str, **does: bool) -> Walk:
-    return Walk(Binding(module, name, copies, "expects whole vocabulary layers"), framework, chunks, **does)
+def _walk(chunks: str, module: str, name: str, *copies: str, **does: bool) -> Walk:
+    return Walk(Binding(module, name, copies, "expects whole vocabulary layers"), chunks, **does)
 
 
 WALKS = (
     # All that load, back up, restore or send weights iterate over this one, and may write to them.
     _walk(
-        "slime",
         "model",
         f"{_SLIME}.update_weight.common",
         "named_params_and_buffers",
@@ -108,17 +99,16 @@ WALKS = (
         writes=True,
     ),
     _walk(
-        "verl",
         "actor_module",
         "verl.utils.megatron_utils",
         "per_tensor_generator",
         "verl.workers.megatron_workers",
         **_EXPORTS,
     ),
-    _walk("verl", "models", _MBRIDGE, "Bridge.load_weights", **_LOADS),
-    _walk("verl", "models", _MBRIDGE, "Bridge.export_weights", **_EXPORTS),
+    _walk("models", _MBRIDGE, "Bridge.load_weights", **_LOADS),
+    _walk("models", _MBRIDGE, "Bridge.export_weights", **_EXPORTS),
     *(
-        _walk("megatron.bridge", "megatron_model", _BRIDGE, f"{_OWNER}.{name}", **does)
+        _walk("megatron_model", _BRIDGE, f"{_OWNER}.{name}", **does)
         for name, does in (
             ("load_weights_hf_to_megatron", _LOADS),
             ("stream_weights_megatron_to_hf", _EXPORTS),
@@ -127,4 +117,4 @@ WALKS = (
         )
     ),
 )
-"""The functions that are replaced, by framework."""
+"""The functions that are replaced."""

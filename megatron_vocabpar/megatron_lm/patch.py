@@ -1,7 +1,8 @@
 """Apply the table of ``bindings.py`` to the imported Megatron, and undo it.
 
 Applying is idempotent: a replacement carries the patch that put it there. Modules that Megatron imports later
-take the replacement by themselves; modules that are already loaded get it here, if the table lists them.
+take the replacement by themselves; modules that are already loaded get it here, if the table lists them. A
+name of a module that is not imported itself waits for that (``later.py``).
 
 Next: ``replacements.py``, the replacements.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Found, Parameters, of_a_model, recognise
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.later import Later
 from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
 _MARK = "__vocabpar_patch__"
@@ -39,6 +41,7 @@ class Patch:
         self.unread = found.unread
         self._replaced: list[tuple[Binding, Any, Any]] = []
         self._unregister: list[Callable[[], None]] = []
+        self._later = Later()
         self._report = sys.excepthook
         sys.excepthook = self._hook = ending_soon(self._report)
 
@@ -58,8 +61,18 @@ class Patch:
         _swap(binding, original, replacement)
         self._replaced.append((binding, original, replacement))
 
+    def replace_when_imported(self, binding: Binding, make: Callable[[Any], Any]) -> None:
+        """``replace`` by ``make(original)``, now or when the module is imported, if that has the name."""
+
+        def replace() -> None:
+            if has_name(binding):
+                self.replace(binding, make(original_of(binding)))
+
+        self._later.when_imported(binding.module, replace)
+
     def undo(self) -> None:
         """Put every original back, in its own module and in all copies, and ``sys.excepthook``."""
+        self._later.end()
         while self._replaced:
             binding, original, replacement = self._replaced.pop()
             _swap(binding, replacement, original)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_vocabpar.frameworks.bridge import as_arguments, check_door, checking, unread
+from megatron_vocabpar.frameworks.bridge import Checks, as_arguments, unread
 from megatron_vocabpar.frameworks.install import config_from
 
 CONFIG = config_from({})
@@ -88,7 +87,7 @@ def test_fields_have_the_names_of_megatrons_arguments() -> None:
 
 def test_what_is_refused_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     updated: list[Any] = []
-    update = checking(updated.append, CONFIG)
+    update = Checks(CONFIG).updating(updated.append)
     update(container(GPTModelProvider(pipeline_model_parallel_layout="Ettt|tL")))
     assert "as even as can be: Ett|ttL" in capsys.readouterr().out
     assert len(updated) == 1
@@ -110,11 +109,11 @@ class LoRA:
 
 def test_adapters_go_with_weight_gradients_in_b(capsys: pytest.CaptureFixture[str]) -> None:
     sections = {"peft": LoRA(), "model": GPTModelProvider()}
-    checking(lambda _: None, CONFIG)(container(**sections))
+    Checks(CONFIG).updating(lambda _: None)(container(**sections))
     split = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-family zb-h1"})
     with pytest.raises(ValueError, match="peft: --vocab-parallel-family zb-h1 splits off weight gradients"):
-        checking(lambda _: None, split)(container(**sections))
-    checking(lambda _: None, CONFIG)(container(peft=SimpleNamespace()))
+        Checks(split).updating(lambda _: None)(container(**sections))
+    Checks(CONFIG).updating(lambda _: None)(container(peft=SimpleNamespace()))
     assert "  peft other than LoRA: other adapters have not been read" in capsys.readouterr().out
 
 
@@ -123,18 +122,32 @@ def test_a_changed_field_that_nobody_has_read_is_warned_of(capsys: pytest.Captur
     assert list(unread(container(ddp=Buffers(grad_reduce_in_fp32=True)))) == []
     changed = container(GPTModelProvider(of_tomorrow=[1]))
     assert list(unread(changed)) == ["model.of_tomorrow [1]"]
-    checking(lambda _: None, CONFIG)(changed)
+    Checks(CONFIG).updating(lambda _: None)(changed)
     assert "  model.of_tomorrow [1]: nobody has read" in capsys.readouterr().out
     strict = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-strict"})
     with pytest.raises(ValueError, match=r"model.of_tomorrow \[1\]: nobody has read"):
-        checking(lambda _: None, strict)(changed)
+        Checks(strict).updating(lambda _: None)(changed)
 
 
-def test_a_door_before_bridge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_door()
-    late = SimpleNamespace(runtime_config_update=lambda _: None)
-    monkeypatch.setitem(sys.modules, "megatron.bridge.training.pretrain", late)
-    with pytest.raises(ValueError, match=r"import megatron\.bridge\.training\.pretrain first"):
-        check_door()
-    late.runtime_config_update = checking(late.runtime_config_update, CONFIG)
-    check_door()
+def test_a_provider_without_a_container_is_checked_with_its_adapter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As verl makes it; one of a container has been checked."""
+    checks = Checks(config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-family zb-h1"}))
+    made: list[Any] = []
+    provide = checks.providing(lambda provider, ddp_config=None, **_: made.append(provider))
+    adapt = checks.adapting(lambda peft, **_: peft)
+    model = GPTModelProvider(of_tomorrow=[1])
+    provide(model, ddp_config=Buffers(), bf16=True)
+    assert "  model.of_tomorrow [1]: nobody has read" in capsys.readouterr().out
+    adapt(LoRA(), training=True)
+    wrong = GPTModelProvider(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="peft: --vocab-parallel-family zb-h1") as error:
+        provide(wrong, wrap_with_ddp=False)
+    assert "--vocab-parallel-family zb-h1" in str(error.value).splitlines()[1]  # the chunks, in the same error
+    provide(GPTModelProvider())  # its next model has none
+    assert len(made) == 2
+    checks.updating(lambda _: None)(container(model))
+    capsys.readouterr()
+    provide(model)
+    assert capsys.readouterr().out == ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,20 +18,23 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_vocabpar.frameworks import install as installing
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, refusing
+from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Found
+from megatron_vocabpar.megatron_lm.patch import original_of
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+
+OF_FRAMEWORKS = (
+    *(*FUNCTIONS, *LABELS, *REFUSED, UPDATE, PROVIDE, ADAPT),
+    *(walk.binding for walk in WALKS),
+)
 
 
 def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks = [walk.binding for walk in WALKS]
-    packages = {place.partition(".")[0] for b in (*FUNCTIONS, *LABELS, *REFUSED) for place, _ in b.places}
-    for name in packages | {walk.framework for walk in WALKS}:
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     held: list[tuple[Any, str, Any]] = []
-    for binding in (*MEGATRON, *FUNCTIONS, *LABELS, *REFUSED, *walks):
+    for binding in (*MEGATRON, *OF_FRAMEWORKS):
         original: Any = lambda *_: None  # noqa: E731
         if binding in MEGATRON:
             original = getattr(importlib.import_module(binding.module), binding.name)
@@ -59,8 +63,47 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
         "megatron.bridge.training.eval.get_forward_backward_func",
         "megatron.bridge.models.gpt_provider.MCoreGPTModel",
         "slime.backends.megatron_utils.actor.named_params_and_buffers",
+        "megatron.bridge.training.pretrain.runtime_config_update",
         "Bridge.export_weights",
     } <= names
+
+
+def _write_modules(folder: Path) -> None:
+    """A file for each module of ``OF_FRAMEWORKS``, with its functions and classes."""
+    defined: dict[str, dict[str, list[str]]] = {}
+    for binding in OF_FRAMEWORKS:
+        owner, _, name = binding.name.rpartition(".")
+        defined.setdefault(binding.module, {}).setdefault(owner, []).append(name)
+    for module, owners in defined.items():
+        path = folder.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            for owner, names in owners.items():
+                file.write(f"class {owner}:\n" if owner else "")
+                indent = "    " if owner else ""
+                file.writelines(f"{indent}def {name}(model): pass\n" for name in names)
+
+
+def test_what_is_imported_later_is_reached_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_modules(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before, finders = {*sys.modules}, [*sys.meta_path]
+    patch = install(config_from({}))
+    try:
+        assert {*sys.modules} == before  # we import nothing of theirs
+        assert importlib.util.find_spec("mbridge.core.bridge") is not None  # nor does who asks for it
+        for binding in OF_FRAMEWORKS:
+            importlib.import_module(binding.module)
+            assert hasattr(original_of(binding), "__wrapped__"), binding
+        late = sys.modules["mbridge.core.bridge"]
+        assert "exec_module" not in vars(late.__loader__)
+        patch.undo()
+        assert [b for b in OF_FRAMEWORKS if hasattr(original_of(b), "__wrapped__")] == []
+        assert sys.meta_path == finders
+    finally:
+        patch.undo()
+        for name in {*sys.modules} - before:
+            del sys.modules[name]
 
 
 WITHOUT_A_DOOR = [
@@ -135,9 +178,13 @@ def test_other_models_run_stocks_function() -> None:
 
 
 def test_a_release_that_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "slime", types.ModuleType("slime"))
-    with pytest.raises(ValueError, match=r"slime  has none of slime.utils.ppo_utils.*docs/frameworks.md"):
-        install(config_from({}))
+    patch = install(config_from({}))
+    try:
+        monkeypatch.setitem(sys.modules, "slime", types.ModuleType("slime"))
+        with pytest.raises(ValueError, match=r"slime  has none of slime.utils.ppo_utils.*docs/frameworks.md"):
+            gpt.GPTModel()
+    finally:
+        patch.undo()
 
 
 def test_what_changes_the_model_is_refused_for_ours_alone() -> None:

@@ -32,14 +32,14 @@ def test_a_function_runs_on_whole_layers(monkeypatch: pytest.MonkeyPatch) -> Non
         events.append(path)
         return "loaded"
 
-    assert Walk(NAME, "", "model", iterates=False, writes=True).on_whole_layers(load)("path", "m") == "loaded"
+    assert Walk(NAME, "model", iterates=False, writes=True).on_whole_layers(load)("path", "m") == "loaded"
     assert events == [(["m"], True), "path", "end"]
 
     def export(model: Any, names: str) -> Iterator[str]:
         return iter(names)  # not all are generators
 
     events.clear()
-    walk = Walk(NAME, "", "model", iterates=True, writes=False).on_whole_layers(export)(
+    walk = Walk(NAME, "model", iterates=True, writes=False).on_whole_layers(export)(
         names="xy", model=["m", "n"]
     )
     assert not events
@@ -72,7 +72,7 @@ def test_tasks_take_the_layers_that_are_shown_now(monkeypatch: pytest.MonkeyPatc
     def export(model: Any, conversion_tasks: Any = None) -> Iterator[Any]:
         yield from conversion_tasks or ["prepared here"]
 
-    walk = Walk(NAME, "", "model", iterates=True, writes=False).on_whole_layers(export)
+    walk = Walk(NAME, "model", iterates=True, writes=False).on_whole_layers(export)
     assert list(walk(model)) == ["prepared here"]
     first, second, third = walk([model], conversion_tasks=tasks)
     assert first is elsewhere
