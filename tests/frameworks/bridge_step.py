@@ -112,7 +112,7 @@ def _set(part: Any, values: dict[str, Any]) -> None:
         setattr(part, name, value)
 
 
-def _draw_adapters(chunks: list[Any]) -> None:
+def draw_adapters(chunks: list[Any]) -> None:
     """By their names: Bridge draws them by a state that stages' own weights have left behind."""
     for chunk in chunks:
         for name, weight in chunk.named_parameters():
@@ -137,7 +137,7 @@ def _record(folder: Path) -> Any:
         def on_train_start(self, context: Any) -> None:
             self.found["weights"].append(exported(context))
             self.tasks = bridge.get_conversion_tasks(context.model)
-            _draw_adapters(context.model)
+            draw_adapters(context.model)
 
         def on_train_step_end(self, context: Any) -> None:
             self.found["losses"] += [float(value) for value in context.loss_dict.values()]
