@@ -1,6 +1,6 @@
 """Which names of the frameworks are replaced: copies of Megatron's, and functions that take logits.
 
-Read at verl v0.7.0 to v0.9.0, slime v0.3.1 and Megatron Bridge v0.6.0. Next: ``install.py``.
+Read at verl v0.7.0 to v0.9.1, slime v0.3.1 and Megatron Bridge v0.6.0. Next: ``install.py``.
 """
 
 from __future__ import annotations
@@ -87,18 +87,29 @@ REFUSED: dict[Binding, str] = {
         "multi-token prediction in verl: its loss is computed from logits; set mtp.enable=False, or train "
         "without vocabulary parallelism"
     ),
+    Binding(
+        "verl.workers.engine.megatron.delta_export",
+        "build_export_index",
+        (),
+        "sends the rows of a rank as stock's layers",
+    ): (
+        "delta_sharded in verl: it sends each rank's own changes, and takes our rows for whole layers; set "
+        "actor_rollout_ref.rollout.checkpoint_engine.backend to another one"
+    ),
 }
-"""Functions of frameworks that change a model, and why they may not change ours."""
+"""Functions of frameworks that change a model or read its shards, and why they may not have ours."""
 
 
 def refusing(binding: Binding, original: Callable[..., Any]) -> Callable[..., Any]:
     """``original`` for models whose vocabulary is not partitioned."""
 
     @wraps(original)
-    def function(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(unwrap_model(model), PartitionedModel):
-            raise ValueError(REFUSED[binding])
-        return original(model, *args, **kwargs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        for given in (*args, *kwargs.values()):
+            chunk = given[0] if isinstance(given, list) and given else given
+            if isinstance(unwrap_model(chunk), PartitionedModel):
+                raise ValueError(REFUSED[binding])
+        return original(*args, **kwargs)
 
     return function
 

@@ -189,11 +189,12 @@ def test_a_release_that_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_what_changes_the_model_is_refused_for_ours_alone() -> None:
     for binding, remedy in REFUSED.items():
-        refuse = refusing(binding, lambda model: ["stock's", model])
+        refuse = refusing(binding, lambda *given: ["stock's", *given])
         ours = PartitionedModel.__new__(PartitionedModel)
         torch.nn.Module.__init__(ours)
-        with pytest.raises(ValueError, match=re.escape(remedy)):
-            refuse(ours)
+        for given in ((ours,), ("bridge", [ours])):
+            with pytest.raises(ValueError, match=re.escape(remedy)):
+                refuse(*given)
         other = torch.nn.Linear(1, 1)
         assert refuse(other) == ["stock's", other]
 
