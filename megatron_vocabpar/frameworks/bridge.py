@@ -68,6 +68,7 @@ _FIELDS = """
     deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync cuda_graph_modules cuda_graph_scope
     rope_scaling yarn_mscale yarn_mscale_all_dim timers finalize_model_grads_func grad_scale_func
     no_sync_func grad_sync_func param_sync_func external_gpu_device_map perform_initialization
+    variable_seq_lengths
 """
 _READ = frozenset(_FIELDS.split())
 """Fields of the model, the optimizer and its buffers that no argument of Megatron has, and that were read."""
