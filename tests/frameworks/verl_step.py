@@ -33,6 +33,7 @@ _NOT_HERE = (
     "persist_layer_norm",
     "apply_rope_fusion",
 )
+_NOT_HERE_EITHER = ("moe_router_fusion", "moe_permute_fusion")
 PROMPTS, RESPONSES = (5, 3, 6, 4), (4, 7, 3, 9)
 """Tokens of the samples' two parts, two samples a microbatch."""
 
@@ -67,7 +68,7 @@ class Case:
     def flags(self) -> str:
         """Of ``VOCAB_PARALLEL_FLAGS``."""
         family = "interleaved" if self.chunks > 1 else "1f1b"
-        return f"--enable-vocab-parallel --vocab-parallel-family {family}"
+        return f"--enable-vocab-parallel --vocab-parallel-strict --vocab-parallel-family {family}"
 
 
 def step(rank: int, case: Case, ours: bool, folder: Path, load: Path | None, save: Path | None) -> Any:
@@ -80,6 +81,7 @@ def step(rank: int, case: Case, ours: bool, folder: Path, load: Path | None, sav
     """
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1"}
     sys.path.insert(0, os.environ["VERL_PATH"])
+    os.environ.pop("VOCAB_PARALLEL_FLAGS", None)  # the shell's, which would open the door to stock
     if ours:
         os.environ |= _door(Path(os.environ["VERL_PATH"]), case)
     on_cpu.stand_in()
@@ -176,7 +178,9 @@ def _engine(case: Case, folder: Path, checkpoints: Any = None) -> Any:
     model_config.mtp.enable, model_config.model_type = False, "language_model"
     model_config.share_embeddings_and_output_weights = model_config.hf_config.tie_word_embeddings
     model_config.get = lambda name, default=None: {"lora": model_config.lora}.get(name, default)
-    attention = {} if case.vanilla else {"attention_backend": "unfused"}
+    settings: dict[str, Any] = dict.fromkeys(_NOT_HERE, False)
+    if not case.vanilla:
+        settings |= {"attention_backend": "unfused"} | dict.fromkeys(_NOT_HERE_EITHER, False)
     engine_config = config.McoreEngineConfig(
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
@@ -184,7 +188,8 @@ def _engine(case: Case, folder: Path, checkpoints: Any = None) -> Any:
         sequence_parallel=False,
         vanilla_mbridge=case.vanilla,
         forward_only=checkpoints is None,
-        override_transformer_config=dict.fromkeys(_NOT_HERE, False) | attention,
+        dist_ckpt_optim_fully_reshardable=True,  # else states of buckets, which other models have, too
+        override_transformer_config=settings,
     )
     optimizer = {"adam_eps": 1.0}
     if case.dtype == "float32":
@@ -200,13 +205,13 @@ def _engine(case: Case, folder: Path, checkpoints: Any = None) -> Any:
         checkpoints,
     )
     engine.initialize()
-    if case.lora:
-        draw_adapters(engine.module)
     return engine
 
 
 def _step(engine: Any, case: Case, reference: Any) -> dict[str, Any]:
     weights = [_exported(engine, case)]
+    if case.lora:
+        draw_adapters(engine.module)
     losses = importlib.import_module("verl.workers.utils.losses")
     actor = importlib.import_module("verl.workers.config").ActorConfig(
         strategy="megatron",
