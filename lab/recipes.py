@@ -84,7 +84,7 @@ def _recipe(name: str, settings: dict[str, Any]) -> Recipe:
 
 
 def models() -> Iterator[str]:
-    """The table of ``docs/frameworks.md``: of each model's recipes those accepted, and why others are not."""
+    """The table of ``docs/frameworks.md``: the models with a refused recipe, and why."""
     _, read = recipes()
     yield "| recipes of | accepted | refused for |"
     yield "| --- | --- | --- |"
@@ -93,6 +93,8 @@ def models() -> Iterator[str]:
         named.setdefault(recipe.name[: recipe.name.index("gpu_")].rpartition("_")[0], []).append(recipe)
     for name, of_model in named.items():
         refused = [recipe for recipe in of_model if recipe.problems]
+        if not refused:
+            continue
         reasons = Counter(problem.partition(": ")[0] for recipe in refused for problem in recipe.problems)
         why = ", ".join(f"{_as_code(reason)} ({count})" for reason, count in reasons.most_common())
         yield f"| `{name}` | {len(of_model) - len(refused)} of {len(of_model)} | {why} |"

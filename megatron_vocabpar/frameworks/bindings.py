@@ -1,6 +1,14 @@
 """Which names of the frameworks are replaced: copies of Megatron's, and functions that take logits.
 
-Read at verl v0.7.0 to v0.9.1, slime v0.3.1 and Megatron Bridge v0.6.0. Next: ``install.py``.
+Read at verl v0.7.0 to v0.9.1, slime v0.3.1 and Megatron Bridge v0.6.0. What may change with a release, and
+what says so:
+
+    verl    FUNCTIONS, LABELS, REFUSED here, labels.py     an error before the first model
+    slime   the same, the slime row of weights.py          the same
+    Bridge  WALKS of weights.py                            Bridge's error when it loads weights
+            names and fields at the top of bridge.py       a warning for each field
+
+Next: ``install.py``.
 """
 
 from __future__ import annotations
