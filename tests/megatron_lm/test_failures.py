@@ -35,7 +35,7 @@ _PLANTED = "FloatingPointError: planted"
         (
             "flags 1 --vocab-parallel-method vocab-1",
             (),
-            ["the ranks do not run the same; --vocab-parallel-method: None on rank 0, vocab-1 on rank 1."],
+            ["the ranks do not run the same; --vocab-parallel-method: None on rank 0, vocab-1 on rank 1"],
         ),
         (
             "stock 1",

@@ -35,7 +35,7 @@ def fail_in_a_pass() -> None:
 
     execute, iterations = forward_backward.execute, [0]
 
-    def failing(rank: int, instructions: Any, handlers: Any, observers: Any) -> None:
+    def failing(rank: int, instructions: Any, handlers: Any, *others: Any) -> None:
         iterations[0] += 1
 
         def wrap(handler: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -51,7 +51,7 @@ def fail_in_a_pass() -> None:
             return call
 
         wrapped = {kind: wrap(handler) for kind, handler in handlers.items()}
-        execute(rank, instructions, wrapped, observers)
+        execute(rank, instructions, wrapped, *others)
 
     forward_backward.execute = failing
 
@@ -63,7 +63,7 @@ def change_losses() -> None:
     microbatch, report = int(WHERE), loss_reports.LossReports.report
     hidden = HiddenStates.of
 
-    def changed(self: Any, i: int, losses: Any, *numbers: Any) -> None:
+    def changed(self: Any, i: int, losses: Any, *numbers: Any) -> Any:
         if i == microbatch and KIND == "loss":
             original = compat.loss_and_gradient
 
@@ -75,11 +75,10 @@ def change_losses() -> None:
 
             compat.loss_and_gradient = with_loss_function
             try:
-                report(self, i, losses, *numbers)
+                return report(self, i, losses, *numbers)
             finally:
                 compat.loss_and_gradient = original
-        else:
-            report(self, i, losses, *numbers)
+        return report(self, i, losses, *numbers)
 
     def poisoned(self: Any, instruction: Any) -> Any:
         x = hidden(self, instruction)
