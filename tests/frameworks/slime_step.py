@@ -70,7 +70,6 @@ def _arguments(rank: int, ours: bool) -> Any:
     arguments = importlib.import_module("slime.backends.megatron_utils.arguments")
     args = arguments.megatron_parse_args(provider)
     args.bf16, args.rank = False, rank
-    args.log_probs_chunk_size = -1
     arguments.validate_args(args)
     args.custom_megatron_init_path = "megatron_vocabpar.frameworks.door.init" if ours else None
     return args
@@ -97,6 +96,7 @@ def _step(responses: tuple[int, ...], args: Any, folder: Path) -> dict[str, Any]
     results = model.forward_only(
         loss.get_log_probs_and_entropy, args, chunks, iterators, rollout["num_microbatches"]
     )
+    loss.compute_advantages_and_returns(args, rollout)  # GRPO's
     gradients: dict[str, torch.Tensor] = {}
     update = optimizer.step
 
@@ -160,7 +160,7 @@ def _rollout(responses: tuple[int, ...]) -> dict[str, Any]:
         "response_lengths": list(responses),
         "loss_masks": masks,
         "rollout_mask_sums": [mask.sum() for mask in masks],
-        "advantages": per_response(lambda n: torch.randn((), generator=random).repeat(n)),
+        "rewards": torch.randn(len(responses), generator=random).tolist(),
         "log_probs": per_response(lambda n: -5 + torch.randn(n, generator=random) / 2),
         "ref_log_probs": per_response(lambda n: -5 + torch.randn(n, generator=random) / 2),
         "micro_batch_indices": [[0, 1], [2, 3], [4, 5]],

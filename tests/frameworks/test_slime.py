@@ -25,14 +25,15 @@ pytestmark = [
 
 _RESPONSES = (4, 7, 3, 9, 5, 6)
 _POLICY = "--loss-type policy_loss"
+_CHUNKS = "--log-probs-chunk-size 5 --use-rollout-entropy --rollout-temperature 0.7"
 
 
 @pytest.mark.parametrize(
     ("flags", "responses", "tied"),
     [
         ("--loss-type sft_loss", _RESPONSES, False),
-        (f"{_POLICY} --use-kl-loss --kl-loss-coef 0.1 --rollout-temperature 0.7", _RESPONSES, False),
-        (f"{_POLICY} --entropy-coef 0.3 --use-rollout-entropy --rollout-temperature 0.7", _RESPONSES, False),
+        (f"{_POLICY} {_CHUNKS} --use-kl-loss --kl-loss-coef 0.1", _RESPONSES, False),
+        (f"{_POLICY} {_CHUNKS} --entropy-coef 0.3", _RESPONSES, False),
         (f"{_POLICY} --recompute-loss-function --calculate-per-token-loss", (4, 7, 0, 0, 5, 6), True),
     ],
 )
