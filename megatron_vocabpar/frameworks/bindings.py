@@ -33,6 +33,7 @@ _COPIES = {
         "slime.backends.megatron_utils.model",
         "megatron.bridge.training.train",
         "megatron.bridge.training.eval",
+        "swift.megatron.trainers.base",
     ),
     "GPTModel": (
         "slime.backends.megatron_utils.model",

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, answering, refusing
 from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE, Checks
 from megatron_vocabpar.frameworks.runner import StepRunner
+from megatron_vocabpar.frameworks.swift import OF_SWIFT
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, recognise
 from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
@@ -31,10 +32,6 @@ _OF_LOGITS = (
     "don't import megatron_vocabpar.frameworks.door there"
 )
 _WITHOUT_A_DOOR = {
-    "mcore_bridge": (
-        "ms-swift: mcore_bridge builds its models, with a constructor and a forward of their own; they "
-        "would not be partitioned; leave megatron_vocabpar out of --external_plugins"
-    ),
     "nemo_rl": f"NeMo-RL: {_OF_LOGITS}",
     "skyrl": f"SkyRL: {_OF_LOGITS}",
 }
@@ -86,6 +83,7 @@ def _of_frameworks(config: FlagConfig) -> Iterator[tuple[Binding, Callable[[Any]
     yield from ((binding, partial(answering, binding)) for binding in FUNCTIONS)
     yield from ((binding, partial(refusing, binding)) for binding in REFUSED)
     yield from ((walk.binding, walk.on_whole_layers) for walk in WALKS)
+    yield from ((binding, partial(make, config)) for binding, make in OF_SWIFT.items())
     checks = Checks(config)
     yield from ((UPDATE, checks.updating), (PROVIDE, checks.providing), (ADAPT, checks.adapting))
 

@@ -78,6 +78,7 @@ _SLIME_COPIES = (
     f"{_SLIME}.update_weight.update_weight_from_distributed",
 )
 _MBRIDGE = "mbridge.core.bridge"
+_MCORE_BRIDGE = "mcore_bridge.bridge.gpt_bridge"
 _BRIDGE, _OWNER = "megatron.bridge.models.conversion.model_bridge", "MegatronModelBridge"
 _LOADS = {"iterates": False, "writes": True}
 _EXPORTS = {"iterates": True, "writes": False}
@@ -107,6 +108,8 @@ WALKS = (
     ),
     _walk("models", _MBRIDGE, "Bridge.load_weights", **_LOADS),
     _walk("models", _MBRIDGE, "Bridge.export_weights", **_EXPORTS),
+    _walk("mg_models", _MCORE_BRIDGE, "GPTBridge.load_weights", **_LOADS),
+    _walk("mg_models", _MCORE_BRIDGE, "GPTBridge.export_weights", **_EXPORTS),
     *(
         _walk("megatron_model", _BRIDGE, f"{_OWNER}.{name}", **does)
         for name, does in (

@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """``device="cuda"`` in a factory call and ``tensor.cuda()`` mean the CPU, whose memory is not pinned.
+    """``device="cuda"``, ``tensor.to("cuda")`` and ``tensor.cuda()`` mean the CPU; no memory is pinned.
 
     ``tensor.type()`` names CPU tensors as CUDA tensors: megatron-core's optimizers sort parameters by it.
     """
@@ -33,6 +33,8 @@ class _CudaMeansCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.to and isinstance(args[1:] and args[1], str) and args[1] == "cuda":
+            args = (args[0], _CPU, *args[2:])
         kwargs = kwargs or {}
         kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
