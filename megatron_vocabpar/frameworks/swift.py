@@ -78,8 +78,7 @@ def checking_arguments(config: FlagConfig, original: Callable[..., None]) -> Cal
     @wraps(original)
     def init_distributed(args: Any) -> None:
         meta = args.megatron_model_meta
-        loader = getattr(meta, "loader", None)
-        own_model = meta is None or meta.is_multimodal or loader.model_cls is not None
+        own_model = meta is None or meta.is_multimodal or meta.loader.model_cls is not None
         settings = SimpleNamespace(**vars(args), own_model=own_model)
         owner = next(base for base in type(args).__mro__ if base.__name__ == "MegatronArguments")
         fields = [f"{name}: {UNREAD}" for name in _unread(args, owner)]

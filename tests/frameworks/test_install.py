@@ -107,7 +107,6 @@ def test_what_is_imported_later_is_reached_too(tmp_path: Path, monkeypatch: pyte
 
 
 WITHOUT_A_DOOR = [
-    ("mcore_bridge", "ms-swift: mcore_bridge builds its models"),
     ("nemo_rl", "NeMo-RL: its losses take logits"),
     ("skyrl", "SkyRL: its losses take logits"),
 ]
