@@ -30,7 +30,7 @@ _PLANTED = "FloatingPointError: planted"
         (
             "nan 2",
             (),
-            ["iteration 1: rank 1: the loss of microbatch 2 is not finite, first in pass 1S2"],
+            ["iteration 1: rank 1: the loss of microbatch 2 is not finite, first before pass 1S2"],
         ),
         (
             "flags 1 --vocab-parallel-method vocab-1",
