@@ -129,9 +129,10 @@ def faster_sharded(question: Question, found: Sequence[Found]) -> str:
     least = sharded(model, gpu, question.gpus, question.batch, question.limit_gib)
     if least is None or (found and found[0].choice.iteration_ms <= least.iteration_ms):
         return ""
+    tokens = least.micro_batch * model.seq_length
     return (
-        f"FSDP with weights, gradients and optimizer on the host may be faster: {least.iteration_ms:,.0f} ms "
-        f"or more, with {least.micro_batch} sequences at a time, if computation hides all transfers"
+        f"FSDP with weights, gradients and optimizer on the host may {'be faster' if found else 'fit'}: "
+        f"{least.iteration_ms:,.0f} ms or more, {tokens:,} tokens at a time, if computation hides all transfers"
     )
 
 
