@@ -132,7 +132,7 @@ def faster_sharded(question: Question, found: Sequence[Found]) -> str:
     tokens = least.micro_batch * model.seq_length
     return (
         f"FSDP with weights, gradients and optimizer on the host may {'be faster' if found else 'fit'}: "
-        f"{least.iteration_ms:,.0f} ms or more, {tokens:,} tokens at a time, if computation hides all transfers"
+        f"{least.iteration_ms:,.0f} ms or more, {tokens:,} tokens at a time, if operations hide all transfers"
     )
 
 
