@@ -43,6 +43,10 @@ _COPIES = {
         "megatron.bridge.models.gpt_provider:MCoreGPTModel",
         "megatron.bridge.training.mlm_compat.model",
     ),
+    "HybridModel": (
+        "megatron.bridge.models.hybrid.hybrid_provider:MCoreHybridModel",
+        "megatron.bridge.training.mlm_compat.model",
+    ),
     "convert_schedule_table_to_order": (),
     "get_overlap_moe_expert_parallel_comm_order": (),
 }

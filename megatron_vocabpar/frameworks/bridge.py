@@ -68,7 +68,7 @@ _FIELDS = """
     deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync cuda_graph_modules cuda_graph_scope
     rope_scaling yarn_mscale yarn_mscale_all_dim timers finalize_model_grads_func grad_scale_func
     no_sync_func grad_sync_func param_sync_func external_gpu_device_map perform_initialization
-    variable_seq_lengths
+    variable_seq_lengths hybrid_stack_spec mamba_chunk_size keep_mtp_spec_in_bf16
 """
 _READ = frozenset(_FIELDS.split())
 """Fields of the model, the optimizer and its buffers that no argument of Megatron has, and that were read."""
@@ -78,9 +78,14 @@ BRIDGE = (
     Rule(
         "model: a provider with a model of its own",
         lambda f: f.is_set("own_model"),
-        "only the GPTModel that GPTModelProvider.provide builds is partitioned; a vision model and "
-        "HybridModel have not been run through Bridge",
+        "only the model that GPTModelProvider.provide or HybridModelProvider.provide builds is partitioned",
         "train without vocabulary parallelism",
+    ),
+    Rule(
+        "model: HybridModelProvider with several model chunks",
+        lambda f: f.pattern and (f.chunks > 1 or f.family == "interleaved"),
+        "it builds one on each rank",
+        "use 1f1b or zb-h1, and neither virtual stages nor further | in its pattern",
     ),
     Rule(
         "peft other than LoRA",
@@ -107,11 +112,12 @@ def as_arguments(container: Any) -> SimpleNamespace:
 
     Returns:
         Also ``peft``, the name of an adapter's class, and ``own_model``, that of a model provider which does
-        not build a plain ``GPTModel``; both may be None.
+        not build a plain ``GPTModel`` or ``HybridModel``; both may be None.
     """
     values: dict[str, Any] = {}
-    for section in _SECTIONS:
-        for name, value in vars(getattr(container, section, None) or SimpleNamespace()).items():
+    sections = [getattr(container, section, None) for section in _SECTIONS]
+    for section in (getattr(container.model, "transformer", None), *sections):  # HybridModelConfig nests it
+        for name, value in vars(section or SimpleNamespace()).items():
             name = _NAMES.get(name, name)
             if not name.startswith("_") and (value or name not in values):
                 values[name] = plain(value)
@@ -120,13 +126,13 @@ def as_arguments(container: Any) -> SimpleNamespace:
     tied = getattr(model, "share_embeddings_and_output_weights", True)
     values["untie_embeddings_and_output_weights"] = not tied
     values["peft"] = None if container.peft is None else type(container.peft).__name__
-    values["own_model"] = None if _builds_gpt(type(model)) else type(model).__name__
+    values["own_model"] = None if _is_plain(type(model)) else type(model).__name__
     return SimpleNamespace(**values)
 
 
 def unread(container: Any) -> Iterator[str]:
     """Fields of the model, its buffers and the optimizer that a user changed and that nobody has read."""
-    own = () if _builds_gpt(type(container.model)) else ("model",)
+    own = () if _is_plain(type(container.model)) else ("model",)
     for section in {"optimizer", "ddp", "model"}.difference(own):
         config = getattr(container, section, None)
         for field in dataclasses.fields(config) if config else ():
@@ -191,10 +197,10 @@ class Checks:
                 print(line, flush=True)
 
 
-def _builds_gpt(provider: type) -> bool:
-    """Whether a provider's ``provide`` is that of ``GPTModelProvider``."""
+def _is_plain(provider: type) -> bool:
+    """Whether a provider's ``provide`` is that of ``GPTModelProvider`` or ``HybridModelProvider``."""
     owner = next((base for base in provider.__mro__ if "provide" in vars(base)), None)
-    return owner is not None and owner.__name__ == "GPTModelProvider"
+    return owner is not None and owner.__name__ in ("GPTModelProvider", "HybridModelProvider")
 
 
 def _layout(value: Any) -> str | None:

@@ -110,7 +110,7 @@ def _framework(binding: Binding) -> str:
 
 
 def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
-    if binding.name == "GPTModel":
+    if binding.name in ("GPTModel", "HybridModel"):
         facts = {"VOCAB_PARALLEL_FLAGS": config} | versions()
 
         def compare() -> None:  # before the first model is made

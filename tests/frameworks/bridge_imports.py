@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.transformer_engine import hook
+from tests.transformer_engine import hook, state_space
 
 _NEVER_CALLED = (
     *("megatron.energon", "diffusers", "modelopt", "imageio", "easydict", "ftfy"),
@@ -36,6 +36,7 @@ def install() -> None:
     wheel = hook.wheel()
     assert wheel is not None, hook.MISSING
     hook.install(wheel)
+    state_space.install()
     sys.path[:0] = [str(Path(os.environ["BRIDGE_PATH"]) / "src"), os.environ["MEGATRON_LM_PATH"]]
     sys.meta_path.append(_Finder())
 

@@ -69,7 +69,8 @@ def _shrunk(recipe: str, folder: Path) -> Any:
     config = _made(recipe, folder)
     if config.peft is not None:  # instead of a data set of Hugging Face's, which is somewhere else
         config.dataset = _made(LLAMA, folder).dataset
-    chunks = 2 if config.model.virtual_pipeline_model_parallel_size else None
+    hybrid = hasattr(config.model, "hybrid_layer_pattern")  # of one chunk, says Bridge
+    chunks = 2 if config.model.virtual_pipeline_model_parallel_size and not hybrid else None
     mixed_precision = importlib.import_module("megatron.bridge.training.mixed_precision").MixedPrecisionConfig
     config.mixed_precision = mixed_precision(
         fp32=True, params_dtype=torch.float32, pipeline_dtype=torch.float32
@@ -87,6 +88,9 @@ def _shrunk(recipe: str, folder: Path) -> Any:
     _set(config.dist, {"distributed_backend": "gloo"})
     _set(config.logger, {"log_interval": 1, "tensorboard_dir": None})
     _set(config.comm_overlap, {"tp_comm_overlap": False})
+    if hybrid:
+        _set(config.comm_overlap, {"overlap_param_gather_with_optimizer_step": False})
+        _set(config.optimizer, {"overlap_param_gather_with_optimizer_step": False})
     return config
 
 

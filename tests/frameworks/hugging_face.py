@@ -13,6 +13,8 @@ import torch
 VOCABULARY = 125
 HIDDEN, LAYERS, HEADS, FFN, EXPERTS = 32, 4, 4, 64, 4
 """LAYERS unless a test wants another number."""
+_PATTERN = "M-*-"
+"""The layers of the hybrid: Mamba, attention and MLPs."""
 
 _CONFIG = {
     "vocab_size": VOCABULARY,
@@ -61,8 +63,48 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
             },
         },
     ),
+    "nemotron_h": (
+        {
+            "model_type": "nemotron_h",
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": _PATTERN,
+            "head_dim": HIDDEN // HEADS,
+            "mamba_num_heads": HEADS,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+        },
+        {},
+    ),
 }
 """By name, what is its own of the configuration and of a layer's weights."""
+
+_INNER, _STATES = 64, 32
+"""Channels of Mamba's scan, and of what goes in and out of its states: twice 2 groups of 8."""
+_MIXERS: dict[str, dict[str, tuple[int, ...]]] = {
+    "*": {f"{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"},
+    "-": {"up_proj.weight": (FFN, HIDDEN), "down_proj.weight": (HIDDEN, FFN)},
+    "M": {
+        **dict.fromkeys(("A_log", "D", "dt_bias"), (HEADS,)),
+        "norm.weight": (_INNER,),
+        "in_proj.weight": (2 * _INNER + _STATES + HEADS, HIDDEN),
+        "conv1d.weight": (_INNER + _STATES, 1, 4),
+        "conv1d.bias": (_INNER + _STATES,),
+        "out_proj.weight": (HIDDEN, _INNER),
+    },
+}
+"""By symbol of the pattern, the weights of a layer."""
+_HYBRID = {
+    "backbone.embeddings.weight": (VOCABULARY, HIDDEN),
+    "backbone.norm_f.weight": (HIDDEN,),
+    "lm_head.weight": (VOCABULARY, HIDDEN),
+    **{f"backbone.layers.{i}.norm.weight": (HIDDEN,) for i in range(len(_PATTERN))},
+    **{
+        f"backbone.layers.{i}.mixer.{name}": shape
+        for i, symbol in enumerate(_PATTERN)
+        for name, shape in _MIXERS[symbol].items()
+    },
+}
 
 
 def write_checkpoint(folder: Path, tied: bool = False, kind: str = "qwen2", layers: int = LAYERS) -> None:
@@ -70,7 +112,7 @@ def write_checkpoint(folder: Path, tied: bool = False, kind: str = "qwen2", laye
 
     Args:
         tied: whether the two vocabulary layers have one weight.
-        kind: ``qwen2``, ``llama`` or ``qwen3_moe``.
+        kind: ``qwen2``, ``llama``, ``qwen3_moe`` or ``nemotron_h``, a hybrid of four layers.
         layers: how many.
     """
     config, own = _KINDS[kind]
@@ -81,6 +123,8 @@ def write_checkpoint(folder: Path, tied: bool = False, kind: str = "qwen2", laye
         **{f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()},
         **({} if tied else {"lm_head.weight": (VOCABULARY, HIDDEN)}),
     }
+    if kind == "nemotron_h":
+        shapes = _HYBRID
     own_size = {"tie_word_embeddings": tied, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(_CONFIG | config | own_size))
     random = torch.Generator().manual_seed(3)
@@ -121,7 +165,11 @@ def check_weights(ours: Sequence[Any], stock: Sequence[Any], loaded: Path, froze
             for name in other:
                 torch.testing.assert_close(state[name], other[name], rtol=1e-5, atol=1e-5)
         moved = {name: (value - mine[1][name]).norm() for name, value in mine[0].items()}
-        vocabulary = {"model.embed_tokens.weight", "lm_head.weight"} & moved.keys()
+        vocabulary = {
+            "model.embed_tokens.weight",
+            "backbone.embeddings.weight",
+            "lm_head.weight",
+        } & moved.keys()
         assert all(moved[name] == 0 if frozen else moved[name] > 0.01 for name in vocabulary)
         assert max(moved.values()) > 0.01
     for ranks in (ours, stock):

@@ -25,18 +25,20 @@ pytestmark = [
     ),
 ]
 
-FLAGS = "--vocab-parallel-family interleaved"
+FLAGS = "--vocab-parallel-family {}"
 LORA = "llama.h100.llama3:llama3_70b_peft_8gpu_h100_bf16_config"
 QWEN = "qwen.b200.qwen3_moe:qwen3_235b_a22b_pretrain_256gpu_b200_bf16_config"
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "tied", "layers"),
+    ("kind", "recipe", "tied", "layers", "family"),
     [
-        ("llama", LLAMA, False, 4),
-        ("llama", LLAMA, True, 4),
-        ("llama", LORA, False, 4),
-        ("qwen3_moe", QWEN, False, 6),
+        ("llama", LLAMA, False, 4, "interleaved"),
+        ("llama", LLAMA, True, 4, "interleaved"),
+        ("llama", LORA, False, 4, "interleaved"),
+        ("qwen3_moe", QWEN, False, 6, "interleaved"),
+        ("nemotron_h", LLAMA, False, 4, "1f1b"),
+        ("nemotron_h", LLAMA, False, 4, "zb-h1"),
     ],
 )
 def test_training_equals_stock(
@@ -44,6 +46,7 @@ def test_training_equals_stock(
     recipe: str,
     tied: bool,
     layers: int,
+    family: str,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -51,7 +54,7 @@ def test_training_equals_stock(
         pytest.skip("megatron is imported already: run this file in a session of its own")
     write_checkpoint(tmp_path, tied, kind, layers)
     stock = run_ranks(2, step, recipe, None, tmp_path, fresh=True, timeout=1500)
-    ours = run_ranks(2, step, recipe, FLAGS, tmp_path, fresh=True, timeout=1500)
+    ours = run_ranks(2, step, recipe, FLAGS.format(family), tmp_path, fresh=True, timeout=1500)
     for mine, theirs in zip(ours, stock, strict=True):
         assert len(theirs["norms"]) == ITERATIONS
         for name in ("losses", "norms", "evaluations"):

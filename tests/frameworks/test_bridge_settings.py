@@ -51,6 +51,23 @@ class VisionProvider(GPTModelProvider):
 
 
 @dataclass
+class HybridModelProvider(AdaptedProvider):
+    """As Bridge's, which has a ``provide`` of its own."""
+
+    hybrid_layer_pattern: str = "*-*-"
+
+    def provide(self) -> None:
+        """The model."""
+
+
+@dataclass
+class HybridModelConfig:
+    """As Bridge's: without ``provide``, and the transformer's fields are in it."""
+
+    transformer: GPTModelProvider = field(default_factory=GPTModelProvider)
+
+
+@dataclass
 class Buffers:
     """As ``DistributedDataParallelConfig``."""
 
@@ -101,6 +118,22 @@ def test_what_is_refused_is_named_with_its_reason(capsys: pytest.CaptureFixture[
         "--vocab-parallel",
     ):
         assert reason in str(error.value)
+
+
+def test_a_hybrid_has_one_model_chunk_on_each_rank() -> None:
+    check = Checks(CONFIG).updating(lambda _: None)
+    check(container(HybridModelProvider()))
+    check(container(HybridModelProvider(hybrid_layer_pattern="*-|*-")))
+    interleaved = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-family interleaved"})
+    for config, model in (
+        (CONFIG, HybridModelProvider(virtual_pipeline_model_parallel_size=2)),
+        (CONFIG, HybridModelProvider(hybrid_layer_pattern="*|-|*|-")),
+        (interleaved, HybridModelProvider()),
+    ):
+        with pytest.raises(ValueError, match="HybridModelProvider with several model chunks: it builds one"):
+            Checks(config).updating(lambda _: None)(container(model))
+    with pytest.raises(ValueError, match="a provider with a model of its own"):
+        check(container(HybridModelConfig()))
 
 
 class LoRA:
