@@ -129,6 +129,8 @@ def _record(folder: Path) -> Any:
     """What Bridge calls during the training, with what it has found."""
     callback = importlib.import_module("megatron.bridge.training.callbacks").Callback
     bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_pretrained(folder)
+    unwrap = importlib.import_module("megatron.core.utils").unwrap_model
+    partitioned = importlib.import_module("megatron_vocabpar.pipeline.model.stage_model").PartitionedModel
 
     def exported(context: Any, **options: Any) -> dict[str, np.ndarray]:
         weights = bridge.export_hf_weights(context.model, show_progress=False, **options)
@@ -140,6 +142,7 @@ def _record(folder: Path) -> Any:
 
         def on_train_start(self, context: Any) -> None:
             self.found["weights"].append(exported(context))
+            self.found["partitioned"] = [isinstance(unwrap(chunk), partitioned) for chunk in context.model]
             self.tasks = bridge.get_conversion_tasks(context.model)
             draw_adapters(context.model)
 

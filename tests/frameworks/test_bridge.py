@@ -57,6 +57,8 @@ def test_training_equals_stock(
     ours = run_ranks(2, step, recipe, FLAGS.format(family), tmp_path, fresh=True, timeout=1500)
     for mine, theirs in zip(ours, stock, strict=True):
         assert len(theirs["norms"]) == ITERATIONS
+        assert all(mine["partitioned"])
+        assert not any(theirs["partitioned"])
         for name in ("losses", "norms", "evaluations"):
             found, wanted = np.array(mine[name]), np.array(theirs[name])
             np.testing.assert_allclose(found, wanted, 1e-5, err_msg=name)
