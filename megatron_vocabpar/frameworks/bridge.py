@@ -8,17 +8,14 @@ its recipes (``docs/frameworks.md``). Read at Megatron Bridge v0.6.0. Standard l
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_vocabpar.frameworks.settings import judge, unread
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.layouts import layout_notice
-from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, UNREAD
-from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.pipeline.rules.facts import plain
 from megatron_vocabpar.pipeline.rules.rule import UNTESTED, Rule
 
@@ -130,17 +127,13 @@ def as_arguments(container: Any) -> SimpleNamespace:
     return SimpleNamespace(**values)
 
 
-def unread(container: Any) -> Iterator[str]:
+def unread_in(container: Any) -> Iterator[str]:
     """Fields of the model, its buffers and the optimizer that a user changed and that nobody has read."""
     own = () if _is_plain(type(container.model)) else ("model",)
     for section in {"optimizer", "ddp", "model"}.difference(own):
         config = getattr(container, section, None)
-        for field in dataclasses.fields(config) if config else ():
-            name = _NAMES.get(field.name, field.name)
-            if not (name.startswith("_") or name in REVIEW_OF or field.name in _READ or name in _READ):
-                value = getattr(config, field.name)
-                if value and value != _default(field):
-                    yield f"{section}.{field.name} {str(value)[:40]}"
+        for field in unread(config, dataclasses.fields(config), _READ, _NAMES) if config else ():
+            yield f"{section}.{field}"
 
 
 class Checks:
@@ -189,12 +182,7 @@ class Checks:
         return provide
 
     def _check(self, container: Any) -> None:
-        arguments = as_arguments(container)
-        fields = [f"{field}: {UNREAD}" for field in unread(container)]
-        warning = check(arguments, self._config, fields, title="VOCAB_PARALLEL_FLAGS", more=BRIDGE)
-        if os.environ.get("RANK", "0") == "0":
-            for line in filter(None, (layout_notice(arguments), warning)):
-                print(line, flush=True)
+        judge(as_arguments(container), self._config, unread_in(container), BRIDGE)
 
 
 def _is_plain(provider: type) -> bool:
@@ -209,9 +197,3 @@ def _layout(value: Any) -> str | None:
     if not isinstance(value, list):
         return value
     return "|".join("".join(_LETTERS[plain(layer)] for layer in row) for row in value)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default

@@ -8,7 +8,7 @@ the policy's step then calls one model. Read at ms-swift 4.6.0 with mcore-bridge
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,9 @@ import torch
 from megatron.core.models import gpt
 from megatron.core.pipeline_parallel import schedules
 
+from megatron_vocabpar.frameworks.settings import judge, unread
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, UNREAD
-from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.pipeline.rules.rule import Rule
 
 _FIELDS = """
@@ -81,25 +80,11 @@ def checking_arguments(config: FlagConfig, original: Callable[..., None]) -> Cal
         own_model = meta is None or meta.is_multimodal or meta.loader.model_cls is not None
         settings = SimpleNamespace(**vars(args), own_model=own_model)
         owner = next(base for base in type(args).__mro__ if base.__name__ == "MegatronArguments")
-        fields = [f"{name}: {UNREAD}" for name in _unread(args, owner)]
-        warning = check(settings, config, fields, title="VOCAB_PARALLEL_FLAGS", more=RULES)
-        if warning and args.rank == 0:
-            print(warning, flush=True)
+        its_own = [field for field in dataclasses.fields(owner) if field.name in owner.__annotations__]
+        judge(settings, config, unread(args, its_own, _READ), RULES)
         original(args)
 
     return init_distributed
-
-
-def _unread(args: Any, owner: type) -> Iterator[str]:
-    """Fields that a user changed and that nobody has read."""
-    for field in dataclasses.fields(owner):
-        if (
-            field.name in vars(owner).get("__annotations__", {})
-            and field.name not in REVIEW_OF.keys() | _READ
-        ):
-            value = getattr(args, field.name)
-            if value and value != field.default:
-                yield f"{field.name} {str(value)[:40]}"
 
 
 def reference_first(_: FlagConfig, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from lab.recipes import Recipe
-from megatron_vocabpar.frameworks.bridge import as_arguments, unread
+from megatron_vocabpar.frameworks.bridge import as_arguments, unread_in
 from tests.frameworks import bridge_imports
 
 _PRESETS = json.loads(
@@ -136,7 +136,7 @@ def main(tag: str, path: str) -> None:
         if getattr(container.model, "pipeline_model_parallel_size", 1) > 1:
             said = _updated(name, container)
             arguments = _Asked(**vars(as_arguments(container)))
-            read[name] = Recipe(name, arguments, tuple(unread(container)), said)
+            read[name] = Recipe(name, arguments, tuple(unread_in(container)), said)
     for recipe in read.values():
         print(f"{recipe.name}: {recipe.problems}")
     asked = sorted(name for name in _Asked.asked if not name.startswith("__"))

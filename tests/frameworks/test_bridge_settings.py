@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.frameworks.bridge import Checks, as_arguments, unread
+from megatron_vocabpar.frameworks.bridge import Checks, as_arguments, unread_in
 from megatron_vocabpar.frameworks.install import config_from
 
 CONFIG = config_from({})
@@ -151,10 +151,10 @@ def test_adapters_go_with_weight_gradients_in_b(capsys: pytest.CaptureFixture[st
 
 
 def test_a_changed_field_that_nobody_has_read_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(unread(container())) == []
-    assert list(unread(container(ddp=Buffers(grad_reduce_in_fp32=True)))) == []
+    assert list(unread_in(container())) == []
+    assert list(unread_in(container(ddp=Buffers(grad_reduce_in_fp32=True)))) == []
     changed = container(GPTModelProvider(of_tomorrow=[1]))
-    assert list(unread(changed)) == ["model.of_tomorrow [1]"]
+    assert list(unread_in(changed)) == ["model.of_tomorrow [1]"]
     Checks(CONFIG).updating(lambda _: None)(changed)
     assert "  model.of_tomorrow [1]: nobody has read" in capsys.readouterr().out
     strict = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-strict"})
