@@ -75,8 +75,8 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
     """The table, the launch line of the best, and of Megatron's best."""
     console.print(Text(headline(question)))
     if not found:
-        console.print(Text(nothing_fits(question)))
-        console.print(Text(faster_sharded(question, found)))
+        for line in filter(None, (nothing_fits(question), faster_sharded(question, found))):
+            console.print(Text(line))
         return
     wide = console.width >= _WIDE
     console.print(_table(shown(found), wide))
