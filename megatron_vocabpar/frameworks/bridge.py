@@ -85,6 +85,13 @@ BRIDGE = (
         "use 1f1b or zb-h1, and neither virtual stages nor further | in its pattern",
     ),
     Rule(
+        "model: HybridModelProvider outside Bridge's own training",
+        lambda f: f.pattern and not f.has("train_iters"),
+        "nobody has trained such a model with verl",
+        "train without vocabulary parallelism",
+        UNTESTED,
+    ),
+    Rule(
         "peft other than LoRA",
         lambda f: f.is_set("peft") and f.settings.peft != "LoRA",
         "other adapters have not been read",

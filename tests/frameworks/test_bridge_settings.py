@@ -86,6 +86,7 @@ class Optimizer:
 
 def container(model: Any = None, **sections: Any) -> SimpleNamespace:
     parts = {"model": model or GPTModelProvider(), "ddp": Buffers(), "optimizer": Optimizer(), "peft": None}
+    parts["train"] = SimpleNamespace(train_iters=4)
     return SimpleNamespace(**parts | sections)
 
 
@@ -120,9 +121,10 @@ def test_what_is_refused_is_named_with_its_reason(capsys: pytest.CaptureFixture[
         assert reason in str(error.value)
 
 
-def test_a_hybrid_has_one_model_chunk_on_each_rank() -> None:
+def test_a_hybrid_has_one_model_chunk_on_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
     check = Checks(CONFIG).updating(lambda _: None)
     check(container(HybridModelProvider()))
+    assert "outside" not in capsys.readouterr().out
     check(container(HybridModelProvider(hybrid_layer_pattern="*-|*-")))
     interleaved = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-family interleaved"})
     for config, model in (
@@ -179,7 +181,10 @@ def test_a_provider_without_a_container_is_checked_with_its_adapter(
         provide(wrong, wrap_with_ddp=False)
     assert "needs 1 model chunks per rank, not 2" in str(error.value)
     provide(GPTModelProvider())  # its next model has none
-    assert len(made) == 2
+    assert capsys.readouterr().out == ""
+    provide(HybridModelProvider())
+    assert "  model: HybridModelProvider outside Bridge's own training: nobody" in capsys.readouterr().out
+    assert len(made) == 3
     checks.updating(lambda _: None)(container(model))
     capsys.readouterr()
     provide(model)
