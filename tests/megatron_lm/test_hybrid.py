@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.megatron_lm.training import Log, is_since, pretrain, words
+from tests.megatron_lm.with_layer_graphs import STOCKS_ORDER
 from tests.support.engine_models import Record, compare
 from tests.support.launch_options import DISTRIBUTED, ENABLE, FROM_WEIGHTS, LATENT, OVERLAP, UNTIED
 
 ITERATIONS = 4
+WITH_GRAPHS = Path(__file__).with_name("with_layer_graphs.py")
 SPEC = words("--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --num-layers 8")
 MAMBA = "--mamba-state-dim 8 --mamba-head-dim 4 --mamba-num-groups 2"
 EXPERTS = (
@@ -84,13 +87,17 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 EXCHANGED = f"--expert-model-parallel-size 2 {DISTRIBUTED}"
 V = {"pp": 2, "chunks": 2}
+GRAPHS = (
+    "--vocab-parallel-profile-iterations 0 --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1 "
+    "--cuda-graph-scope attn mamba"
+)
 CHEAP = (
     Case("mamba", "v-zb", sizes=V),
     Case("attention", "zb-h1", "vocab-1", {"pp": 4}),
     Case("experts and mamba", "v-min", sizes={**V, "dp": 2}, ours=EXCHANGED),
 )
 ROWS = (
-    Case("delta nets", "interleaved", "vocab-1", V, tied=True),
+    Case("delta nets", "interleaved", "vocab-1", V, ours=GRAPHS, tied=True),
     Case("sparse", "v-half", sizes=V),
     Case("latent", "1f1b", "vocab-1", {"pp": 2, "tp": 2}),
     Case("one head", "zb-h1", sizes={"pp": 2, "tp": 2}, ours=SELECTIVE),
@@ -103,6 +110,14 @@ ROWS = (
     Case("mamba", "v-zb", "baseline", V),
     Case("attention", "v-half", "baseline", V, both="--fp8-format hybrid --fp8-recipe tensorwise"),
     Case("mamba alone", "zb-h1", "baseline", {"pp": 2}, both=BLOCKS),
+    Case("mamba", sizes={"pp": 2}, ours=f"{GRAPHS} mlp"),
+    Case("sparse", sizes={"pp": 2}, ours=f"{GRAPHS} mlp"),
+    Case(
+        "experts and mamba",
+        "interleaved",
+        sizes={**V, "dp": 2},
+        ours=" ".join([GRAPHS, "moe_router moe_preprocess", EXCHANGED, *OVERLAP]),
+    ),
 )
 
 
@@ -148,13 +163,23 @@ def test_trains_as_stock(case: Case, record_property: Record) -> None:
     method = ["--vocab-parallel-method", case.method] if case.method else []
     flags = [ENABLE, "--vocab-parallel-family", case.family, *method]
     start = weights(case.model, case.tied)
-    ours = train(case, *start, *flags, *words(case.ours), stages=stages, **sizes)
+    script = WITH_GRAPHS if GRAPHS in case.ours else None
+    ours = train(case, *start, *flags, *words(case.ours), stages=stages, script=script, **sizes)
     assert "vocabulary parallelism: method" in ours.text
     assert len(ours.losses) == ITERATIONS
     expected = stock(case.model, case.tied, case.both)
     compare(ours, expected, record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)
     if case.both:
         assert expected.norms != stock(case.model, case.tied, "").norms  # they matter
+
+
+@pytest.mark.long
+def test_graphs_captured_in_stocks_order_would_be_wrong() -> None:
+    """F would find its buffers where a B has yet to read them."""
+    case = Case("mamba", sizes={"pp": 2})
+    flags = [*weights(case.model, case.tied), ENABLE, *words(GRAPHS), "--no-check-for-nan-in-loss-and-grad"]
+    losses = train(case, *flags, STOCKS_ORDER, stages=2, script=WITH_GRAPHS, **case.sizes).losses
+    assert np.isnan(losses).any()
 
 
 @pytest.mark.long

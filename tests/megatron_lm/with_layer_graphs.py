@@ -16,6 +16,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from megatron_vocabpar.megatron_lm.flags import OVERLAP
+from tests.megatron_lm.script_name import script_of
 from tests.megatron_lm.with_fp32_plans import plans_in_float32
 from tests.pipeline.cpu_graphs import engine_graphs_on_cpu, handed_on_apart
 
@@ -40,4 +41,4 @@ if __name__ == "__main__":
     if OVERLAP in sys.argv:
         plans_in_float32()
     with engine_graphs_on_cpu(), handed_on_apart():
-        runpy.run_module("pretrain_gpt", run_name="__main__")
+        runpy.run_module(script_of(sys.argv), run_name="__main__")

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatron_vocabpar.runtime.buffers import Buffers
 
-POOL_BYTES = 1 << 22
+POOL_BYTES = 1 << 28
 _ALIGN = 64
 
 

@@ -263,7 +263,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         CAPTURED,
         "with --pipeline-model-parallel-size 1:",
     ),
-    (ENGINE_GRAPHS | {"hybrid_layer_pattern": "M*"}, CAPTURED, "with --hybrid-layer-pattern:"),
+    (LOCAL_GRAPHS | {"hybrid_layer_pattern": "M*"}, CAPTURED, "with --hybrid-layer-pattern:"),
     (
         ENGINE_GRAPHS | {"cuda_graph_warmup_steps": 0},
         CAPTURED,
@@ -355,7 +355,7 @@ ACCEPTED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (LOCAL_GRAPHS | {"hidden_dropout": 0.0}, CAPTURED),
     (ENGINE_GRAPHS, CAPTURED),
     (ENGINE_GRAPHS | {"cuda_graph_impl": "none", "external_cuda_graph": True}, CAPTURED),
-    (ENGINE_GRAPHS | {"cuda_graph_warmup_steps": 1}, CAPTURED),
+    (ENGINE_GRAPHS | {"cuda_graph_warmup_steps": 1, "hybrid_layer_pattern": "*E|*E|*E|*E"}, CAPTURED),
     (PAIRED | TE | {"cuda_graph_impl": "transformer_engine"}, CAPTURED | {"family": "1f1b-overlap"}),
     *((settings, {"family": family}) for family, settings in FITS_A_FAMILY),
     (TWO_RANKS | {"defer_embedding_wgrad_compute": True}, {"family": "interleaved"}),

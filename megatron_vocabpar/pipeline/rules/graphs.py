@@ -25,16 +25,13 @@ _DROPOUT: tuple[_Row, ...] = (
     ("--hidden-dropout other than 0", ("hidden_dropout",), (0,)),
     ("--attention-dropout other than 0", ("attention_dropout",), (0,)),
 )
-_NOT_IN_ENGINE: tuple[_Row, ...] = (
-    ("--hybrid-layer-pattern", ("hybrid_layer_pattern", "hybrid_override_pattern"), ()),
-    ("--cpu-offloading", ("cpu_offloading",), ()),
-)
+_NOT_IN_ENGINE: tuple[_Row, ...] = (("--cpu-offloading", ("cpu_offloading",), ()),)
 _NOT_IN_MEGATRONS: tuple[_Row, ...] = (
     ("--tensor-model-parallel-size", ("tensor_model_parallel_size",), (1,)),
     ("--context-parallel-size", ("context_parallel_size",), (1,)),
     ("--num-experts", ("num_experts", "num_moe_experts"), ()),
     ("--mtp-num-layers", ("mtp_num_layers",), (0,)),
-    ("--hybrid-layer-pattern", ("is_hybrid_model",), ()),
+    ("--hybrid-layer-pattern", ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern"), ()),
     ("--recompute-granularity", ("recompute_granularity",), ()),
     ("--fp8-format", ("fp8",), ()),
     ("--fp4-format", ("fp4",), ()),
