@@ -110,6 +110,9 @@ ROWS = (
     Case("mamba", "v-zb", "baseline", V),
     Case("attention", "v-half", "baseline", V, both="--fp8-format hybrid --fp8-recipe tensorwise"),
     Case("mamba alone", "zb-h1", "baseline", {"pp": 2}, both=BLOCKS),
+    Case("attention", "v-half", "baseline", V, both="--fp8-format hybrid --fp8-recipe delayed"),
+    Case("attention", "zb-h1", "baseline", {"pp": 2}, both="--fp8-format e4m3 --fp8-recipe mxfp8"),
+    Case("attention", "zb-h1", "baseline", {"pp": 2}, both="--fp4-format e2m1 --bf16"),
     Case("mamba", sizes={"pp": 2}, ours=f"{GRAPHS} mlp"),
     Case("sparse", sizes={"pp": 2}, ours=f"{GRAPHS} mlp"),
     Case(
