@@ -14,9 +14,8 @@ from megatron.core.models.common.language_module.language_module import Language
 from tests.megatron_lm.script_name import script_of
 
 
-def pretrain(
-    original: Any, datasets: Any, model: Any, kind: Any, stock_step: Any, *args: Any, **named: Any
-) -> Any:
+def pretrain(original: Any, *args: Any, **named: Any) -> Any:
+    *others, stock_step = args  # in every version the last one without a name
     stock_loss = LanguageModule.compute_language_model_loss
     seen: list[dict[str, torch.Tensor]] = []
 
@@ -39,7 +38,7 @@ def pretrain(
         return output, partial(with_metrics, loss_func, seen.pop())
 
     LanguageModule.compute_language_model_loss = compute_language_model_loss
-    return original(datasets, model, kind, forward_step, *args, **named)
+    return original(*others, forward_step, **named)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ def ppo(loss_func: Any, output: torch.Tensor) -> tuple[Any, ...]:
     return *rest, report | {"clipped": torch.stack([share, torch.full_like(share, output.numel())])}
 
 
-def pretrain(
-    original: Any, datasets: Any, model: Any, kind: Any, stock_step: Any, *args: Any, **named: Any
-) -> Any:
+def pretrain(original: Any, *args: Any, **named: Any) -> Any:
+    *others, stock_step = args  # in every version the last one without a name
+
     @wraps(stock_step)
     def forward_step(*inputs: Any, **options: Any) -> tuple[Any, Any]:
         output, loss_func = stock_step(*inputs, **options)
         return output, partial(ppo, loss_func)
 
-    return original(datasets, model, kind, forward_step, *args, **named)
+    return original(*others, forward_step, **named)
 
 
 if __name__ == "__main__":
