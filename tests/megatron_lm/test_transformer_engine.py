@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.megatron_lm.training import Log, pretrain, version_of, words
+from tests.megatron_lm.training import Log, is_since, pretrain, version_of, words
 from tests.support.engine_models import (
     ITERATIONS,
     MODELS,
@@ -215,6 +215,8 @@ def test_trains_as_stock_in_few_bits(recipe: str, family: str, dp: int, record_p
         )
     if REUSED in recipe and version in ("0.14", "0.15", "0.16"):
         pytest.skip("with 0.16.1 stock over the stand-in stops learning, as ours; earlier ones were not run")
+    if REUSED in recipe and OVERLAPPED in recipe and not is_since("0.19"):
+        pytest.skip("with 0.18.2 stock's own losses become NaN over the stand-in; warned of before 0.19")
     four = recipe.startswith("nvfp4")
     if four and version in ("0.14", "0.15", *(("0.16", "0.17") if "gather" in recipe else ())):
         pytest.skip(
