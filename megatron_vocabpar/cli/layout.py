@@ -19,7 +19,7 @@ from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
 from megatron_vocabpar.plan.stock import Layout, stages_of
-from megatron_vocabpar.plan.stock_choices import layouts_of, stock_choice
+from megatron_vocabpar.plan.stock_choices import layouts_of, stock_choice, stock_in_full
 
 
 @click.command("layout")
@@ -52,7 +52,8 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
     tried = [(stock_choice(unlimited, each, True), each) for each in placed]
     fitting = [one for one in tried if one[0].fits(request)]
     choice, layout = min(fitting or tried, key=lambda one: one[0].iteration_ms)
-    choice = stock_choice(request, layout, False)
+    choice = stock_in_full(request if fitting else unlimited, choice)
+    layout = layout._replace(layers=choice.layers)
     click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
     click.echo(_told(request, choice, layout))
     click.echo(" ".join(choice.flags) or "no flag: the layers are even")

@@ -32,8 +32,7 @@ from megatron_vocabpar.plan.choice import (
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.plan.price import Use
-from megatron_vocabpar.plan.stock import Layout
-from megatron_vocabpar.plan.stock_choices import stock_choice
+from megatron_vocabpar.plan.stock_choices import stock_in_full
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
@@ -247,9 +246,7 @@ def in_full(request: Request, choice: Choice, below_ms: float = inf) -> Choice:
     not worked out: the choice is then not ``exact``, and has this time or its estimate, whichever is longer.
     """
     if choice.method == STOCK:
-        chunks = len(choice.layers) // request.job.p
-        placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
-        return stock_choice(request, placed, False)
+        return stock_in_full(request, choice)
     job, family = request.job, family_named(choice.family)
     costs = costs_of(request, choice.layers)
     problem = Problem.of(PlanRequest(method=choice.method, p=job.p, m=job.m, family=family, costs=costs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of, longest_after_ms, priced_ms
@@ -16,26 +17,64 @@ from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameter
 from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
-from megatron_vocabpar.schedule.times.redistribution import cut
+from megatron_vocabpar.schedule.times.redistribution import cut, moves
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
+
+_BY_HAND = ", by hand"
+_PLAYS = 300  # of a pattern's placements
 
 
 def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
 
+    The fastest of all is played in full with its bars moved.
     ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Choice]] = {}
     for placed in layouts_of(request):
         kind = re.sub(r" x\d+", "", placed.name)
         tried.setdefault(kind, []).append(stock_choice(request, placed, shorter))
+    order = partial(_order, request)
+    found = [min(some, key=order) for some in tried.values()]
+    best = None if shorter or not request.model.pattern else min(found, key=order)
+    return [stock_in_full(request, one) if one is best else one for one in found]
 
-    def rank(one: Choice) -> tuple[bool, float]:
-        fits = one.fits(request)
-        return not fits, one.iteration_ms if fits else one.peak_gib
 
-    return [min(some, key=rank) for some in tried.values()]
+def stock_in_full(request: Request, choice: Choice) -> Choice:
+    """The choice, played for all microbatches, with the bars of a pattern moved where that is faster.
+
+    Stages of unlike layers wait for each other in ways that sums of work do not show, so up to ``_PLAYS``
+    placements are played, each a layer from the fastest so far.
+    """
+    chunks = len(choice.layers) // request.job.p
+    placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
+    if not request.model.pattern:
+        return stock_choice(request, placed, False)
+
+    def play(counts: tuple[int, ...], shorter: bool) -> Choice:
+        return stock_choice(request, _with_bars(request, placed, counts), shorter)
+
+    first = best = play(choice.layers, True)
+    known, ways = {best.layers}, moves(best.layers)
+    while len(known) < _PLAYS and (counts := next(ways, None)):
+        if counts not in known:
+            known.add(counts)
+            if _order(request, other := play(counts, True)) < _order(request, best):
+                best, ways = other, moves(counts)
+    full = {one.layers: play(one.layers, False) for one in (first, best)}
+    return min(full.values(), key=partial(_order, request))
+
+
+def _order(request: Request, choice: Choice) -> tuple[bool, float]:
+    fits = choice.fits(request)
+    return not fits, choice.iteration_ms if fits else choice.peak_gib
+
+
+def _with_bars(request: Request, placed: Layout, counts: tuple[int, ...]) -> Layout:
+    flags = (written_in(request.model.written_pattern, counts),) if request.job.p > 1 else ()
+    name = placed.name.removesuffix(_BY_HAND) + _BY_HAND * (len(set(counts)) > 1)
+    return placed._replace(name=name, layers=counts, flags=flags)
 
 
 def layouts_of(request: Request) -> Iterator[Layout]:
@@ -54,10 +93,9 @@ def layouts_of(request: Request) -> Iterator[Layout]:
         ranks, stages = [*range(p)] * placed.chunks, range(p * placed.chunks)
         for wanted, alike in ((placed.layers, ranks), (placed.layers, stages), (share, ranks)):
             counts = cut(work, wanted, alike)
-            flags = (written_in(model.written_pattern, counts),) if p > 1 else ()
             if counts not in known:
                 known.add(counts)
-                yield placed._replace(layers=counts, flags=flags)
+                yield _with_bars(request, placed, counts)
 
 
 def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:

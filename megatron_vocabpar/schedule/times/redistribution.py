@@ -7,9 +7,8 @@ last stage has no layer left, and the others wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations_with_replacement, pairwise
-from operator import lt
 
 from megatron_vocabpar.schedule.times.flops import input_flops, layer_flops, output_flops
 
@@ -59,15 +58,16 @@ def redistribute_by_flops(
 def cut(work: Sequence[float], counts: Sequence[float], ranks: Sequence[int]) -> tuple[int, ...]:
     """The layers of each stage, of layers with unlike ``work``, if ``counts`` would be right for mean layers.
 
-    Stages first end with the layer nearest to their work so far. Then up to eight neighbouring ends move by a
-    layer, as long as that lowers the eighth powers of what ``ranks``, one of each stage, have beyond their
-    work. For example, layers of 1, 1, 4, 1 and 1 on two ranks, counted 4 and 1, become 3 and 2. All stages
+    Stages first end with the layer nearest to their work so far. Then the best of ``moves`` is taken, as
+    long as that lowers the eighth powers of what ``ranks``, one of each stage, have beyond their work. For
+    example, layers of 1, 1, 4, 1 and 1 on two ranks, counted 4 and 1, become 3 and 2. All stages
     but the last get a layer.
     """
     done, layers, stages = [0.0, *accumulate(work)], len(work), len(counts)
     wanted, mean = [done[-1] * count / sum(counts) for count in counts], done[-1] / len(set(ranks))
 
-    def excess(ends: Sequence[int]) -> float:
+    def excess(counts: Sequence[int]) -> float:
+        ends = accumulate(counts, initial=0)
         has = [(done[end] - done[start]) / mean for start, end in pairwise(ends)]
         of_stages = [ms - share / mean for ms, share in zip(has, wanted, strict=True)]
         of_ranks = dict.fromkeys(ranks, 1.0)
@@ -75,23 +75,30 @@ def cut(work: Sequence[float], counts: Sequence[float], ranks: Sequence[int]) ->
             of_ranks[rank] += ms
         return sum(max(0.0, ms) ** 8 for ms in of_ranks.values()) + 1e-3 * sum(ms**2 for ms in of_stages)
 
-    moved = [0]
+    ends = [0]
     for stage, until in enumerate(accumulate(wanted[:-1]), 2 - stages):
-        distances = {end: abs(done[end] - until) for end in range(moved[-1] + 1, layers + stage + 1)}
-        moved.append(min(distances, key=distances.__getitem__))
-    moved.append(layers)
-    ends: list[int] = []
-    while not ends or excess(moved) < excess(ends) * (1 - 1e-9):
-        ends = moved
-        ways = [
-            [end + step * (first <= stage <= last) for stage, end in enumerate(ends)]
-            for first, last in combinations_with_replacement(range(1, stages), 2)
-            for step in (-1, 1)
-            if last - first < 8
-        ]
-        allowed = [way for way in ways if all(map(lt, way[:-2], way[1:-1])) and way[-2] <= layers]
-        moved = min(allowed, key=excess, default=ends)
-    return tuple(end - start for start, end in pairwise(ends))
+        distances = {end: abs(done[end] - until) for end in range(ends[-1] + 1, layers + stage + 1)}
+        ends.append(min(distances, key=distances.__getitem__))
+    found: tuple[int, ...] = ()
+    moved = tuple(end - start for start, end in pairwise([*ends, layers]))
+    while not found or excess(moved) < excess(found) * (1 - 1e-9):
+        found, moved = moved, min(moves(moved), key=excess, default=moved)
+    return found
+
+
+def moves(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """One layer less on a stage, one more on another up to eight stages away, the nearest first.
+
+    For example, 3, 2 and 1 become 2, 3, 1, then 4, 1, 1 and so on. All stages but the last keep a layer.
+    """
+    runs = combinations_with_replacement(range(len(counts) - 1), 2)
+    for first, last in sorted(runs, key=lambda run: run[1] - run[0]):
+        for step in (-1, 1) if last - first < 8 else ():
+            moved = list(counts)
+            moved[first] += step
+            moved[last + 1] -= step
+            if all(moved[:-1]) and moved[-1] >= 0:
+                yield tuple(moved)
 
 
 def with_final_stage(layers: int, p: int, final_stage_layers: int) -> tuple[int, ...]:
