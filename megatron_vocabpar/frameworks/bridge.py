@@ -86,7 +86,7 @@ BRIDGE = (
     ),
     Rule(
         "model: HybridModelProvider outside Bridge's own training",
-        lambda f: f.pattern and not f.has("train_iters"),
+        lambda f: f.pattern and not f.has("ckpt_format"),  # of a container's section
         "nobody has trained such a model with verl",
         "train without vocabulary parallelism",
         UNTESTED,

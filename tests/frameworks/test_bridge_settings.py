@@ -86,7 +86,7 @@ class Optimizer:
 
 def container(model: Any = None, **sections: Any) -> SimpleNamespace:
     parts = {"model": model or GPTModelProvider(), "ddp": Buffers(), "optimizer": Optimizer(), "peft": None}
-    parts["train"] = SimpleNamespace(train_iters=4)
+    parts["checkpoint"] = SimpleNamespace(ckpt_format="torch_dist")
     return SimpleNamespace(**parts | sections)
 
 
