@@ -28,7 +28,8 @@ _PLAYS = 300  # of a pattern's placements
 def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
     """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
 
-    The fastest of all is played in full with its bars moved.
+    Of a pattern the fastest of all is played in full with its bars moved.
+
     ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
     """
     tried: dict[str, list[Choice]] = {}
@@ -52,17 +53,17 @@ def stock_in_full(request: Request, choice: Choice) -> Choice:
     if not request.model.pattern:
         return stock_choice(request, placed, False)
 
-    def play(counts: tuple[int, ...], shorter: bool) -> Choice:
+    def with_bars(counts: tuple[int, ...], shorter: bool) -> Choice:
         return stock_choice(request, _with_bars(request, placed, counts), shorter)
 
-    first = best = play(choice.layers, True)
+    first = best = with_bars(choice.layers, True)
     known, ways = {best.layers}, moves(best.layers)
     while len(known) < _PLAYS and (counts := next(ways, None)):
         if counts not in known:
             known.add(counts)
-            if _order(request, other := play(counts, True)) < _order(request, best):
+            if _order(request, other := with_bars(counts, True)) < _order(request, best):
                 best, ways = other, moves(counts)
-    full = {one.layers: play(one.layers, False) for one in (first, best)}
+    full = {one.layers: with_bars(one.layers, False) for one in (first, best)}
     return min(full.values(), key=partial(_order, request))
 
 
