@@ -2,8 +2,8 @@
 
 - ``busy_gpu``: products with pauses between them, and without. The slope is how much longer they take on a
   GPU that never pauses than on one that always does.
-- ``waiting_kernel``: products beside a kernel that spins on 1, 2, 4, ... multiprocessors. One that holds a
-  tenth of them should make products take a ninth longer, so that 1 multiprocessor *costs* 1.
+- ``waiting_kernel``: products beside a kernel that spins on 1, 2, 4, ... multiprocessors. They lose more than
+  it holds: on an H200 with 8 of 132, products [8192, 8192] take as long as on 114, and [4096, 4096] as on 88.
 - ``waiting_collective``: products of rank 0 beside a collective that the others join only afterwards, at
   several numbers of channels, and at as many as NCCL chooses: what it holds, in multiprocessors.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,15 @@ from megatron_vocabpar.doctor.processes import Rank, on_processes
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.layers.kernels.dispatch import why_not_triton
 from megatron_vocabpar.runtime.comm import all_reduce, create_groups
-from megatron_vocabpar.runtime.streams import Event, clock, default_device, multiprocessors, side_stream
+from megatron_vocabpar.runtime.streams import clock, default_device, multiprocessors, side_stream
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
 CHANNELS = (1, 2, 4, 8, 16, 32, None)
 """Limits that are tried; None: as many as NCCL chooses."""
 _PAUSED, _ROUNDS = 0.35, 9  # the busy share with pauses, as in the published runs; products of a median
 _MOST_READS = 1 << 24  # seconds: a kernel that is never released ends by itself
-_PART = "price-*.json"
+_USUAL = 8  # blocks: about what the published runs' collectives took
+_PART, _PARTS = "price-{}.json", ("busy", "kernel", "collective")
 
 
 def products(device: torch.device, size: int, count: int) -> Callable[[], None]:
@@ -72,46 +73,52 @@ def _settled_ms(device: torch.device, run: Callable[[], None], busy: float, seco
     return 1e3 * statistics.median(times_s[len(times_s) // 2 :])
 
 
-def waiting_kernel(device: str, folder: str, size: int = 8192, count: int = 4) -> Finding:
-    """What a multiprocessor costs that a waiting kernel holds."""
+def waiting_kernel(device: str, folder: str, sizes: Sequence[int] = (4096, 8192)) -> Finding:
+    """How many multiprocessors products lose to a waiting kernel, by its blocks; the mean of sizes counts.
+
+    Alone and beside take turns: clocks drift by more than one block takes.
+    """
     where = default_device(device, 0)
     if why := why_not_triton(where, torch.float32):
         return Finding("not run", reason=why)
     from megatron_vocabpar.doctor.triton_spin import spin
 
-    stream, run = side_stream(where, "doctor"), products(where, size, count)
+    stream, mark, of_all = side_stream(where, "doctor"), clock(where), multiprocessors(where)
     flag = torch.zeros(1, dtype=torch.int32, device=where)
 
-    def beside_ms(blocks: int) -> float:
+    def turn_s(run: Callable[[], None], seen: torch.Tensor | None) -> float:
+        flag.zero_()
+        waiting = None if seen is None else stream.submit(lambda: spin(flag, seen, _MOST_READS))
+        start = mark()
+        run()
+        end = mark()
+        flag.fill_(1)
+        if waiting is not None:
+            waiting.wait()
+        return end() - start()
+
+    def loss(run: Callable[[], None], blocks: int) -> float:
         seen = torch.zeros(blocks, dtype=torch.int32, device=where)
-        waiting = list[Event[None]]()
+        ratios = [turn_s(run, None) / turn_s(run, seen) for _ in range(2 + _ROUNDS)]
+        return lost(statistics.median(ratios[2:]), of_all)
 
-        def ready() -> None:
-            while waiting:
-                waiting.pop().wait()
-            flag.zero_()
-            waiting.append(stream.submit(lambda: spin(flag, seen, _MOST_READS)))
-
-        def released() -> None:
-            run()
-            flag.fill_(1)
-
-        return median_ms(where, released, ready)
-
-    alone_ms = median_ms(where, run)
-    beside = {blocks: beside_ms(blocks) for blocks in BLOCKS}
+    found = dict[int, dict[int, float]]()
+    for size in sizes:
+        run = products(where, size, 4 * (max(sizes) // size) ** 3)
+        found[size] = {blocks: loss(run, blocks) for blocks in BLOCKS}
     stream.close()
-    of_all = multiprocessors(where)
-    cost = cost_of_one(alone_ms, beside, of_all)
-    _note(folder, "kernel", cost=cost)
-    figures = ", ".join(f"{100 * (ms / alone_ms - 1):+.1f} % on {blocks}" for blocks, ms in beside.items())
-    return Finding("ok", f"products {alone_ms:.2f} ms, {figures}: one of {of_all} costs {cost:.2f}")
+    channels = statistics.fmean(each[_USUAL] for each in found.values())
+    _note(folder, "kernel", channels=channels)
+    figures = (f"[{size}] {', '.join(f'{ms:.0f}' for ms in each.values())}" for size, each in found.items())
+    blocks = ", ".join(map(str, BLOCKS))
+    return Finding(
+        "ok", f"of {of_all} multiprocessors, beside {blocks} blocks products lose {'; '.join(figures)}"
+    )
 
 
-def cost_of_one(alone_ms: float, beside_ms: Mapping[int, float], of_all: int) -> float:
-    """By least squares, how many multiprocessors products lose for each that a waiting kernel holds."""
-    lost = {blocks: of_all * (1.0 - alone_ms / ms) for blocks, ms in beside_ms.items()}
-    return max(0.0, sum(k * each for k, each in lost.items()) / sum(k * k for k in lost))
+def lost(speed: float, of_all: int) -> float:
+    """The multiprocessors that products have lost which reach this share of their speed alone."""
+    return max(0.0, of_all * (1.0 - speed))
 
 
 @on_processes
@@ -141,7 +148,7 @@ def waiting_collective(rank: Rank, folder: str, size: int = 8192, count: int = 4
         stream.close()
         if times_s:
             beside_ms = 1e3 * statistics.median(times_s[2:])
-            held[channels] = max(0.0, multiprocessors(device) * (1.0 - alone_ms / beside_ms))
+            held[channels] = lost(alone_ms / beside_ms, multiprocessors(device))
     if dist.get_rank() == 0:
         _note(folder, "collective", channels=held[None])
     figures = ", ".join(f"{each:.1f} with {'NCCL’s' if k is None else k}" for k, each in held.items())
@@ -149,19 +156,16 @@ def waiting_collective(rank: Rank, folder: str, size: int = 8192, count: int = 4
 
 
 def written(folder: str | Path) -> dict[str, Any] | None:
-    """What the checks have found, as a cost file has it; None without a slope and a price of waiting.
+    """What the checks have found, as a cost file has it; None without a slope.
 
-    On one GPU the number of channels is that of the published runs, times the cost of one.
+    What a collective holds counts where several GPUs have measured it, else what a kernel does.
     """
     found: dict[str, float] = {}
-    for part in sorted(Path(folder).glob(_PART)):
-        found |= json.loads(part.read_text())
-    if "slope" not in found:
-        return None
-    price = {"slope": found["slope"]}
-    price |= {name: found[name] for name in ("channels", "cost") if name in found}
-    return {"price": price}
+    for part in _PARTS:
+        path = Path(folder) / _PART.format(part)
+        found |= json.loads(path.read_text()) if path.exists() else {}
+    return {"price": found} if "slope" in found else None
 
 
 def _note(folder: str, name: str, **values: float) -> None:
-    (Path(folder) / _PART.replace("*", name)).write_text(json.dumps(values))
+    (Path(folder) / _PART.format(name)).write_text(json.dumps(values))

@@ -89,8 +89,7 @@ class Price:
 def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:
     """The price and the passes' times in a cost file; that of ``vocabpar doctor --gpu`` has the price alone.
 
-    ``cost`` is what products lose for one multiprocessor that is held. Where nobody measured how many a
-    collective holds, they are as many as in the published runs, times that.
+    Where nobody measured how many multiprocessors a collective holds, they are those of the published runs.
 
     Raises:
         ValueError: if the file cannot be read, or is malformed; the message names the file.
@@ -107,7 +106,7 @@ def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:
     if "price" not in data:
         return None, costs
     entry = data["price"]
-    usual = readings()["waiting"].channels * entry.get("cost", 1.0)
+    usual = readings()["waiting"].channels
     return Price(float(entry["slope"]), channels=float(entry.get("channels", usual))), costs
 
 

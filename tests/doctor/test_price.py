@@ -12,11 +12,20 @@ from megatron_vocabpar.plan.price import read_measured, readings
 from tests.support.tiny_checks import TINY
 
 
-@pytest.mark.parametrize("cost", [0.0, 0.6, 1.0])
-def test_a_multiprocessor_costs_what_products_lose(cost: float) -> None:
-    beside = {blocks: 3.0 / (1.0 - cost * blocks / 132) for blocks in price.BLOCKS}
-    assert price.cost_of_one(3.0, beside, 132) == pytest.approx(cost)
-    assert price.cost_of_one(3.0, dict.fromkeys(beside, 2.9), 132) == 0.0
+def test_products_lose_what_they_are_slower_by() -> None:
+    assert price.lost(7 / 8, 132) == pytest.approx(16.5)
+    assert price.lost(1.01, 132) == 0.0
+
+
+@pytest.mark.parametrize("parts", [("busy",), ("busy", "kernel"), ("busy", "collective", "kernel")])
+def test_what_a_collective_holds_counts_before_what_a_kernel_does(
+    parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    values = {"busy": {"slope": 0.1}, "kernel": {"channels": 18.0}, "collective": {"channels": 9.0}}
+    for part in parts:
+        (tmp_path / f"price-{part}.json").write_text(json.dumps(values[part]))
+    expected = {1: {}, 2: {"channels": 18.0}, 3: {"channels": 9.0}}[len(parts)]
+    assert price.written(tmp_path) == {"price": {"slope": 0.1, **expected}}
 
 
 def test_the_slope_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

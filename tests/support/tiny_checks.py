@@ -19,7 +19,7 @@ TINY = {
     "overlap:all_to_all_beside_products": {"mib": 1, "size": 64},
     "communicators:communicators": {"large_mib": 1},
     "price:busy_gpu": {"size": 64, "count": 2, "seconds": 0.2},
-    "price:waiting_kernel": {"size": 64, "count": 2},
+    "price:waiting_kernel": {"sizes": [64, 128]},
     "price:waiting_collective": {"size": 64, "count": 2, "mib": 1},
     "training:train": {"vocab_size": 300},
 } | {f"kernels:{kernel}": sizes for kernel, sizes in SMALL.items()}
