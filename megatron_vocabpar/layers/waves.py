@@ -67,14 +67,12 @@ def product_seconds(m: int, n: int, k: int, machine: Machine = H200) -> float:
     )
 
 
-def chunk_seconds(
-    rows: int, columns: int, k: int, machine: Machine = H200, instructions: int = _INSTRUCTIONS
-) -> float:
+def chunk_seconds(rows: int, columns: int, k: int, machine: Machine = H200) -> float:
     """The time of one chunk's logits [rows, columns] and of the row kernel, which stores 16-bit numbers."""
     elements = rows * columns
     fits = 4 * elements <= _USABLE * machine.cache_bytes
     moved = elements * (4 / (_CACHE if fits else _MEMORY) + 2 / _MEMORY)
-    computed = elements * instructions / 32 / (4 * machine.multiprocessors * _CLOCK)
+    computed = elements * _INSTRUCTIONS / 32 / (4 * machine.multiprocessors * _CLOCK)
     return product_seconds(rows, columns, k, machine) + max(moved, computed) + 2 * _LAUNCH
 
 

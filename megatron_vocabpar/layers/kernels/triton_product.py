@@ -14,7 +14,7 @@ find no such row end at once.
 Operands and exponentials are loaded and stored by tensor descriptors, so nothing of a tile is masked at the
 edges, and no register holds an address. For that, rows must have a multiple of 16 bytes.
 
-Not run on any GPU.
+On an H200 it takes as long as the library's product and the row kernel, but more of the host's time.
 """
 
 from __future__ import annotations
