@@ -33,6 +33,9 @@ from megatron_vocabpar.measure.timing import ROTATED, Contender, ratio, time_rou
 SCALED = ("vocab-1", "vocab-2")
 """Methods that are timed on the whole vocabulary too."""
 
+MOST_RMS = {"cpu": 1e-5, "cuda": 2e-5}
+"""Of log-probabilities: sums of an H200's 16-bit products with H 5120 have 1.4e-5."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -148,7 +151,7 @@ def measure_output(
     rows = []
     for method in methods:
         rms, dx_errors = wrong[method]
-        reason = refusal(rms, dx_errors)
+        reason = refusal(rms, dx_errors, MOST_RMS[device.type])
         ours_ms = statistics.median(times[method])
         row = LayerTiming(
             kind="output",
