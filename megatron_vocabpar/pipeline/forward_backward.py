@@ -29,7 +29,7 @@ from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.graphs import layer_graphs
 from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
-from megatron_vocabpar.pipeline.handlers import handlers_of
+from megatron_vocabpar.pipeline.handlers import handlers_of, runs_layer_plans
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
 from megatron_vocabpar.pipeline.layer_hooks import watched_layers
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
@@ -39,7 +39,7 @@ from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
 from megatron_vocabpar.pipeline.rules.model import CALLS, TEACHERS, TRAINING, WHOLE
 from megatron_vocabpar.pipeline.rules.options import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import require
-from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gradients
+from megatron_vocabpar.pipeline.split_w.weight_gradients import weight_gradients_of
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.streams import named_range, side_stream
@@ -297,7 +297,8 @@ class ForwardBackward:
                 f"the model on {'the last' if stage is None else stage}; give mtp_stage in the plan's costs"
             )
         model_with_shards = chunk_with_shards(self.method, chunks)
-        with split_weight_gradients(chunks if schedule.splits_w else ()) as weight_gradients:
+        planned = runs_layer_plans(call)
+        with weight_gradients_of(chunks, splits_w=schedule.splits_w, planned=planned) as weight_gradients:
             rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)

@@ -28,7 +28,7 @@ from tests.transformer_engine import hook
 SIZE, ROWS = 16, 24  # multiples of what 8-bit products take
 SPLITS = [8, 0, 16]
 ORDERS = ("B0 W0 B1 W1 B2 W2", "B0 B1 B2 W0 W1 W2", "B0 B1 W0 B2 W2 W1", "")
-"""Of backwards and weight gradients; without any, W is not split off."""
+"""Of backwards and weight gradients; without any, W is not split off, and layers that could delay must not."""
 KINDS = (
     *("column", "column, bias returned", "norm and column", "norm and column, bias returned"),
     *("row", "row, bias returned", "experts' column", "experts' column with biases", "experts' row"),
@@ -136,7 +136,7 @@ def _gradients(case: Case, run: Callable[[Any, Tensor], Any] | None = None) -> l
     config = TransformerConfig(
         num_layers=1, hidden_size=SIZE, num_attention_heads=1, gradient_accumulation_fusion=case.fused
     )
-    config.delay_wgrad_compute = bool(case.order)  # as Megatron's door to us sets it
+    config.delay_wgrad_compute = True  # as Megatron's door sets it wherever W may be split off
     model = _Model(case.kind, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inputs = [torch.randn(ROWS, SIZE, requires_grad=True) for _ in range(3)]
@@ -153,12 +153,12 @@ def _train(case: Case, model: _Model, config: Any, inputs: list[Tensor]) -> None
     from transformer_engine.common.recipe import Float8CurrentScaling
     from transformer_engine.pytorch import fp8_autocast
 
-    from megatron_vocabpar.pipeline.split_w.weight_gradients import split_weight_gradients
+    from megatron_vocabpar.pipeline.split_w.weight_gradients import weight_gradients_of
 
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     ddp.zero_grad_buffer()
     with ExitStack() as stack:
-        gradients = stack.enter_context(split_weight_gradients([ddp]))[0] if case.order else None
+        split = stack.enter_context(weight_gradients_of([ddp], splits_w=bool(case.order)))
         outputs = []
         for x in inputs:
             with fp8_autocast(enabled=case.in_8_bits, fp8_recipe=Float8CurrentScaling()):
@@ -166,9 +166,9 @@ def _train(case: Case, model: _Model, config: Any, inputs: list[Tensor]) -> None
         for step in case.order.split() or ("B0", "B1", "B2"):
             microbatch = int(step[1])
             if step[0] == "W":
-                gradients.compute(microbatch)
+                split[0].compute(microbatch)
                 continue
-            with gradients.left_by(microbatch) if gradients else nullcontext():
+            with split[0].left_by(microbatch) if split else nullcontext():
                 outputs[microbatch].backward()
 
 

@@ -18,7 +18,7 @@ from megatron_vocabpar.pipeline.handlers.input_layer import InputLayer
 from megatron_vocabpar.pipeline.handlers.planned_stages import PlannedStages
 from megatron_vocabpar.pipeline.handlers.stages import Stages
 from megatron_vocabpar.pipeline.handlers.transfers import Transfers
-from megatron_vocabpar.pipeline.iteration import Iteration
+from megatron_vocabpar.pipeline.iteration import Call, Iteration
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
@@ -115,11 +115,14 @@ def handlers_of(
     return table, partial(_finish, losses, inputs, iteration)
 
 
+def runs_layer_plans(call: Call) -> bool:
+    """Whether F and B run through Megatron's plans of the layers: if training hides the exchange of experts."""
+    return getattr(call.config, "overlap_moe_expert_parallel_comm", False) and not call.forward_only
+
+
 def _stages(iteration: Iteration) -> type[Stages]:
-    """The class that handles F and B: one that runs Megatron's plans, if training hides the exchange."""
-    call = iteration.call
-    planned = getattr(call.config, "overlap_moe_expert_parallel_comm", False) and not call.forward_only
-    return PlannedStages if planned else Stages
+    """The class that handles F and B."""
+    return PlannedStages if runs_layer_plans(iteration.call) else Stages
 
 
 def _finish(*parts: Losses | InputLayer | DistantLoss | Iteration) -> None:

@@ -5,6 +5,9 @@ the layer, and ``backward_dw`` takes the oldest and adds its results. We keep th
 W can take those of its microbatch, and put them back one by one. B still computes the gradients of norms, of
 biases that the layer returns to be added later, with FP8 those of all biases, and what Transformer Engine's
 operation fuser computes.
+
+Whether layers *can* delay is decided when they are built, before the schedule is known; whether they *do*, by
+the schedule that runs: ``computed_in_b`` is the context of one without W.
 """
 
 from __future__ import annotations
@@ -22,6 +25,33 @@ from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
 
 Product = Callable[..., Any]
 """From the tensors that were put with it to gradients: of the weights, then of the biases or None."""
+
+
+@contextmanager
+def computed_in_b(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """In this context layers of these chunks that were built to delay weight gradients compute them in B."""
+    stores = [store for store in _stores(chunks) if store.delay_wgrad_compute()]
+    for store in stores:
+        store.disable_delay_wgrad_compute()
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.enable_delay_wgrad_compute()
+
+
+def check_stores(chunks: Sequence[torch.nn.Module]) -> None:
+    """Check that no layer of these chunks still has a delayed weight gradient.
+
+    Raises:
+        RuntimeError: with the number of products that nothing has computed.
+    """
+    delayed = sum(store.context.qsize() for store in _stores(chunks) if store.context is not None)
+    if delayed:
+        raise RuntimeError(
+            f"the iteration has ended with {delayed} weight gradients of Transformer Engine's layers that were "
+            "delayed and never computed: they are missing; report this with the schedule that ran"
+        )
 
 
 class DelayedProducts:
@@ -107,6 +137,14 @@ class _Layer:
             grad, parameter.grad = parameter.grad, None
             if grad is not None and parameter.requires_grad:
                 main_grad(parameter).add_(grad)
+
+
+def _stores(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """The stores of weight gradients of all layers that have one."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if _has_store(module):
+                yield module.wgrad_store
 
 
 def _has_store(module: Any) -> bool:

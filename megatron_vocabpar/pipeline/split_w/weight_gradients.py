@@ -10,11 +10,11 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (2023). Used by ``stages.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from megatron_vocabpar.pipeline.split_w.delayed_products import DelayedProducts
+from megatron_vocabpar.pipeline.split_w.delayed_products import DelayedProducts, check_stores, computed_in_b
 from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
 from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts
 
@@ -23,15 +23,32 @@ After = Callable[[float, Sequence[torch.nn.Parameter]], None]
 
 
 @contextmanager
-def split_weight_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[list[WeightGradients]]:
-    """In this context the backward of these chunks leaves out the weight gradients."""
+def weight_gradients_of(
+    chunks: Sequence[torch.nn.Module], *, splits_w: bool, planned: bool = False
+) -> Iterator[list[WeightGradients]]:
+    """The context of an iteration, in which the pass that the schedule says computes the weight gradients.
+
+    Args:
+        chunks: the model chunks of this rank.
+        splits_w: the schedule has W, for which B leaves them: the context gives what W needs of each chunk.
+            Otherwise B computes them, also in layers that were built to delay them, and it gives nothing.
+        planned: without W, Megatron's plans of layers run B, and compute what layers delay by themselves.
+
+    Raises:
+        ValueError: as ``DelayedProducts``.
+        RuntimeError: at its end, if a weight gradient was delayed and never computed.
+    """
     gradients: list[WeightGradients] = []
     try:
-        gradients.extend(map(WeightGradients, chunks))  # if one is refused, those before it are restored
-        yield gradients
+        with nullcontext() if splits_w or planned else computed_in_b(chunks):
+            gradients.extend(map(WeightGradients, chunks if splits_w else ()))
+            yield gradients
+        for each in gradients:
+            each.check_computed()
+        check_stores(chunks)
     finally:
         for each in gradients:
-            each.restore()
+            each.restore()  # also those before the first that is refused
 
 
 class WeightGradients:
@@ -55,6 +72,18 @@ class WeightGradients:
         """Give the layers their own products back."""
         self._local.restore()
         self._delayed.restore()
+
+    def check_computed(self) -> None:
+        """Check that W has computed all that B has left.
+
+        Raises:
+            RuntimeError: naming the microbatches whose W has not run.
+        """
+        if self._left:
+            raise RuntimeError(
+                f"the iteration has ended without W of microbatches {sorted(self._left)}: their weight "
+                "gradients are lost; report this with the schedule that ran"
+            )
 
     @contextmanager
     def left_by(self, microbatch: int) -> Iterator[None]:
