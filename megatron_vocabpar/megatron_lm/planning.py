@@ -35,6 +35,7 @@ from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import limits_channels, machine
 from megatron_vocabpar.runtime.timeline import Timeline
+from megatron_vocabpar.schedule.make.families import SEARCH, family_of
 from megatron_vocabpar.schedule.make.generate import make_plan, plan_for
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
@@ -266,8 +267,14 @@ def plan_request(
 
 
 def planned(family: str, plan: Plan) -> str:
-    """A line about a plan and stock Megatron's 1F1B with the same times."""
+    """A line about a plan and stock Megatron's 1F1B with the same times.
+
+    Args:
+        family: that was asked for; of ``search`` the line names the one that it took.
+    """
     schedule, costs = plan.schedule, plan.costs
+    if family == SEARCH:
+        family = family_of(schedule) or SEARCH
     if costs is not None and schedule.chunks > 1:
         costs = replace(costs, mtp_stage=None, layers_per_stage=None, stage_ms={})  # 1F1B has fewer stages
     stock = make_plan(BASELINE, schedule.p, schedule.m, costs=costs)

@@ -240,6 +240,9 @@ def model_class(
                     self.embedding.word_embeddings = heads.SameEmbedding(first)
                 if tied_here:
                     self.tied_to = (first,)
+                    # As stock does where both layers are on one rank: a fused output layer adds to main_grad
+                    # itself, and DDP then takes the input layer's gradient only of a weight marked so.
+                    first.weight.zero_out_wgrad = True
                     self.share_embeddings_and_output_weights = True
                     self.output_layer.weight = None
 

@@ -6,10 +6,12 @@ Stock runs on one process.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from tests.support.launch_options import (
     DISTRIBUTED,
     EIGHT_BITS_GATHERED,
     EIGHT_LAYERS,
+    ENABLE,
     FROM_WEIGHTS,
     REUSED,
     UNTIED,
@@ -46,6 +49,7 @@ class Case:
         model: a key of ``MODELS``.
         both: further options, of stock too.
         ours: further ones that do not change what stock computes.
+        frozen: attention, and a whole embedding, do not train.
     """
 
     family: str
@@ -56,21 +60,25 @@ class Case:
     model: str = "default"
     both: str = ""
     ours: str = ""
+    frozen: bool = False
 
     def __str__(self) -> str:
         sizes = f"pp{self.pp}-tp{self.tp}-dp{self.dp}"
-        return "-".join([self.family, self.method, sizes, self.model, *words(f"{self.both} {self.ours}")])
+        more = [*words(f"{self.both} {self.ours}"), *(["frozen"] if self.frozen else [])]
+        return "-".join([self.family, self.method, sizes, self.model, *more])
 
     @property
     def flags(self) -> tuple[str, ...]:
         ours = ("--vocab-parallel-family", self.family, "--vocab-parallel-method", self.method)
         chunks = () if self.family in ("1f1b", "zb-h1") or LAYOUT in self.ours else CHUNKS
-        return ("--enable-vocab-parallel", *ours, *chunks, *words(self.ours))
+        return (ENABLE, *ours, *chunks, *words(self.ours))
 
 
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb")
 SPLIT = ("zb-h1", "v-half")
 METHODS = ("vocab-1", "vocab-2")
+TIED = (("v-zb", "vocab-2"), ("v-half", "naive"), ("1f1b", "interlaced"), ("interleaved", "vocab-1"))
+FROZEN = Path(__file__).with_name("with_frozen_weights.py")
 SELECTIVE = "--recompute-granularity selective"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
@@ -130,21 +138,39 @@ MATRIX = (
     *(Case(family, ours=RECOMPUTED) for family in ("1f1b", *SPLIT)),
     *(Case(family, ours=SELECTIVE) for family in SPLIT),
     Case("zb-h1", model="no biases", ours=f"{SELECTIVE} --recompute-modules mlp layernorm"),
+    # Whole and tied layers, which Megatron's fused accumulation tells apart by attributes of the weight.
+    *(Case(family, "baseline", pp, model="tied") for family in ("v-half", "v-min", "v-zb") for pp in (2, 4)),
+    *(Case(family, "baseline", model="tied") for family in ("interleaved", "zb-h1")),
+    *(Case(family, "redis", model="tied") for family in ("1f1b", "v-half")),
+    Case("v-half", "baseline"),
+    Case("v-half", "baseline", dp=2, model="tied", ours=f"{SHARDED} --no-align-param-gather"),
+    Case("v-zb", "baseline", tp=2, model="tied"),
+    Case("v-half", "baseline", model="tied", frozen=True),
+    Case("v-zb", "vocab-2", model="tied", frozen=True),
+    Case("zb-h1", "vocab-1", frozen=True),
+    *(Case(family, method, model="tied") for family, method in TIED),
+    *(Case(family, method, model="tied, a head") for family, method in (("v-half", "baseline"), *TIED)),
+    Case("v-min", "baseline", model="a head"),
 )
 ROUNDED = tuple(Case(family, model="llama", both="--bf16") for family in ("1f1b", *SPLIT))
 
 
 @cache
-def stock(model: str, options: str) -> Log:
-    return train(model, "--load", str(weights(model)), *FROM_WEIGHTS, *words(options))
+def stock(model: str, options: str, frozen: bool = False) -> Log:
+    return run(model, options, frozen)
+
+
+def run(model: str, options: str, frozen: bool, *flags: str, **sizes: int) -> Log:
+    """A training from the model's stock weights."""
+    load = ("--load", str(weights(model)), *FROM_WEIGHTS, *words(options))
+    return train(model, *load, *flags, script=FROZEN if frozen else None, **sizes)
 
 
 def check(case: Case, record: Record, **tolerances: float) -> None:
     """Losses, gradient norms and evaluations are stock's."""
-    expected = stock(case.model, case.both)
-    load = ("--load", str(weights(case.model)), *FROM_WEIGHTS)
+    expected = stock(case.model, case.both, case.frozen)
     sizes = {"pp": case.pp, "tp": case.tp, "dp": case.dp}
-    ours = train(case.model, *load, *words(case.both), *case.flags, **sizes)
+    ours = run(case.model, case.both, case.frozen, *case.flags, **sizes)
     assert f"method {case.method}, family {case.family}" in ours.text
     assert len(ours.losses) == len(ours.norms) == ITERATIONS
     assert len(ours.evaluations) > 0
@@ -170,6 +196,66 @@ DEFAULT = (Case("zb-h1"), Case("v-half", model="grouped experts", both=NOT_FUSED
 )
 def test_trains_as_stock(case: Case, record_property: Record) -> None:
     check(case, record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)
+
+
+LAYERS = {"F_ms": 10, "B_ms": 11, "W_ms": 9}
+EXTRA = {"F_ms": 2, "B_ms": 2, "W_ms": 2}
+COSTS: dict[str, dict[str, Any]] = {
+    "vocab-2": {**LAYERS, "methods": {"vocab-2": {"S_ms": 5, "T_ms": 2}}},
+    "vocab-1": {**LAYERS, "methods": {"vocab-1": {"S_ms": 2, "T_ms": 5}}},
+    "vocab-2, no W": {**LAYERS, "W_ms": 0, "methods": {"vocab-2": {"S_ms": 5, "T_ms": 2}}},
+    "whole": {**LAYERS, "baseline_last_rank_extra": EXTRA, "methods": {"vocab-2": {"S_ms": 50, "T_ms": 50}}},
+    "whole, no W": {
+        **LAYERS,
+        "W_ms": 0,
+        "baseline_last_rank_extra": {**EXTRA, "W_ms": 0},
+        "methods": {"vocab-2": {"S_ms": 50, "T_ms": 50}},
+    },
+}
+"""Files of pass times that lead to a choice."""
+TIGHT, LOOSE = (f"--vocab-parallel-max-activations {cap}" for cap in (2, 8))
+CHOICES = (
+    ("auto", 2, 1, "", "", "vocab-2 in zb-h1"),
+    ("auto", 2, 1, "vocab-2, no W", "", "vocab-2 in 1f1b"),
+    ("auto", 2, 1, "vocab-1", "", "vocab-1 in zb-h1"),
+    ("auto", 2, 1, "whole", "", "baseline in zb-h1"),
+    ("auto", 2, 1, "whole, no W", "", "baseline in 1f1b"),
+    ("auto", 2, 2, "", "", "vocab-2 in v-half"),
+    ("auto", 2, 2, "vocab-1", TIGHT, "vocab-1 in v-half"),
+    ("auto", 2, 2, "whole", "", "baseline in v-half"),
+    ("auto", 4, 1, "", "", "vocab-2 in 1f1b"),
+    ("auto", 4, 1, "", "--vocab-parallel-layout auto", "vocab-2 in 1f1b"),
+    ("auto", 4, 1, "", LOOSE, "vocab-2 in zb-h1"),
+    ("auto", 4, 2, "", "", "vocab-2 in v-half"),
+    ("search", 2, 1, "", "", "vocab-2 in zb-h1"),
+    ("search", 2, 1, "vocab-2, no W", "", "vocab-2 in 1f1b"),
+    ("search", 2, 1, "vocab-2, no W", "--vocab-parallel-profile-iterations 1", "vocab-2 in 1f1b"),
+    ("search", 2, 2, "", TIGHT, "vocab-2 in v-half"),
+    ("search", 4, 1, "", TIGHT, "vocab-2 in 1f1b"),
+    ("search", 4, 1, "whole, no W", "", "baseline in 1f1b"),
+    ("search", 4, 2, "", "", "vocab-2 in v-half"),
+    ("search", 4, 2, "whole, no W", "", "baseline in interleaved"),
+)
+"""What is asked for, on how many ranks and chunks a rank, with which times and flags, and what it takes."""
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param(row, marks=() if row == CHOICES[8] else pytest.mark.long) for row in CHOICES],
+    ids=lambda row: "-".join(map(str, row)),
+)
+def test_whatever_is_chosen_trains_as_stock(
+    choice: tuple[str, int, int, str, str, str], tmp_path: Path, record_property: Record
+) -> None:
+    """The model is built before the schedule is chosen, so its layers can delay weight gradients in all."""
+    family, pp, chunks, costs, flags, taken = choice
+    asked = [ENABLE, "--vocab-parallel-family", family, *words(flags), *(CHUNKS if chunks == 2 else ())]
+    if costs:
+        (tmp_path / "costs.json").write_text(json.dumps(COSTS[costs]))
+        asked += ["--vocab-parallel-costs", str(tmp_path / "costs.json")]
+    ours = run("default", "", False, *asked, pp=pp)
+    assert f"> vocabulary parallelism: {taken}, 6 microbatches: planned" in ours.text
+    compare(ours, stock("default", ""), record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)
 
 
 @pytest.mark.long

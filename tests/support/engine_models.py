@@ -32,10 +32,10 @@ EXPERTS = (
 MODELS = {
     "default": "",
     "no biases": "--disable-bias-linear",
-    "tied": "",
     "llama": LLAMA,
     "grouped experts": f"{EXPERTS} --moe-grouped-gemm",
     "sequential experts": EXPERTS,
+    "a head": "--mtp-num-layers 1 --position-embedding-type rope",
     "two more heads": "--mtp-num-layers 2 --position-embedding-type rope",
     "a repeated head": (
         "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope --disable-bias-linear"
@@ -52,7 +52,7 @@ MODELS = {
         "--use-transformer-engine-op-fuser --normalization RMSNorm --swiglu --disable-bias-linear"
     ),
 }
-"""By name, the options of an architecture."""
+"""By name, the options of an architecture; ``tied`` before it, as in ``tied, a head``, ties its embeddings."""
 
 SINCE = {
     "grouped experts": "0.15",  # 0.14 has them in 16 bits only
@@ -79,14 +79,16 @@ def weights(model: str) -> Path:
 def train(
     model: str, *options: str, iterations: int = ITERATIONS, script: Path | None = None, **sizes: int
 ) -> Log:
-    """``model`` is a key of ``MODELS`` or the options of an architecture."""
+    """``model`` is a key of ``MODELS``, perhaps tied, or the options of an architecture."""
     if not is_since(SINCE.get(model, "0.14")):
         pytest.skip("this Megatron has no such model")
-    tied = () if model == "tied" else UNTIED
+    first, _, rest = model.partition(", ")
+    tied = first == "tied"
+    architecture = rest if tied else model
     return pretrain(
         *EIGHT_LAYERS,
-        *tied,
-        *words(MODELS.get(model, model)),
+        *(() if tied else UNTIED),
+        *words(MODELS.get(architecture, architecture)),
         *options,
         iterations=iterations,
         script=script,
