@@ -28,7 +28,7 @@ from tests.transformer_engine import hook
 SIZE, ROWS = 16, 24  # multiples of what 8-bit products take
 SPLITS = [8, 0, 16]
 ORDERS = ("B0 W0 B1 W1 B2 W2", "B0 B1 B2 W0 W1 W2", "B0 B1 W0 B2 W2 W1", "")
-"""Of backwards and weight gradients; without any, W is not split off, and layers that could delay must not."""
+"""Of backwards and weight gradients; without any, W is not split off, and layers that can delay must not."""
 KINDS = (
     *("column", "column, bias returned", "norm and column", "norm and column, bias returned"),
     *("row", "row, bias returned", "experts' column", "experts' column with biases", "experts' row"),

@@ -52,7 +52,7 @@ MODELS = {
         "--use-transformer-engine-op-fuser --normalization RMSNorm --swiglu --disable-bias-linear"
     ),
 }
-"""By name, the options of an architecture; ``tied`` before it, as in ``tied, a head``, ties its embeddings."""
+"""By name, the options of an architecture; ``tied`` before it (``tied, a head``) ties its embeddings."""
 
 SINCE = {
     "grouped experts": "0.15",  # 0.14 has them in 16 bits only

@@ -116,7 +116,7 @@ def handlers_of(
 
 
 def runs_layer_plans(call: Call) -> bool:
-    """Whether F and B run through Megatron's plans of the layers: if training hides the exchange of experts."""
+    """Whether F and B run through Megatron's plans of layers: if training hides the exchange of experts."""
     return getattr(call.config, "overlap_moe_expert_parallel_comm", False) and not call.forward_only
 
 

@@ -49,8 +49,8 @@ def check_stores(chunks: Sequence[torch.nn.Module]) -> None:
     delayed = sum(store.context.qsize() for store in _stores(chunks) if store.context is not None)
     if delayed:
         raise RuntimeError(
-            f"the iteration has ended with {delayed} weight gradients of Transformer Engine's layers that were "
-            "delayed and never computed: they are missing; report this with the schedule that ran"
+            f"the iteration has ended with {delayed} weight gradients that layers of Transformer Engine have "
+            "delayed and nothing has computed: report this with the schedule that ran"
         )
 
 
