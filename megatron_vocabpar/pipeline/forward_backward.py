@@ -25,13 +25,14 @@ from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.layers.kernels.dispatch import fused_product
-from megatron_vocabpar.pipeline import compat, heads
+from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.graphs import layer_graphs
 from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of, runs_layer_plans
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
 from megatron_vocabpar.pipeline.layer_hooks import watched_layers
+from megatron_vocabpar.pipeline.model.built_for import check_built_for
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.pipeline.rules.facts import Facts
@@ -280,22 +281,7 @@ class ForwardBackward:
         if call.forward_only:
             plan = plan.ranking_targets if options.target_rank else plan.forward_only
         schedule = plan.schedule
-        if len(chunks) != schedule.chunks:
-            raise ValueError(
-                f"the model has {len(chunks)} chunks, the schedule {schedule.chunks}; build as many chunks "
-                "as the schedule has"
-            )
-        depths = heads.depths(call.config)
-        if self.method.vocabulary_parallel and schedule.mtp_depths != depths:
-            raise ValueError(
-                f"the plan is for {schedule.mtp_depths} depths of multi-token prediction, the model has "
-                f"{depths}; give mtp_depths, or a plan made with PassCosts.default(p, mtp_depths)"
-            )
-        if depths and schedule.placement.mtp != (stage := heads.stage_of(call.config)):
-            raise ValueError(
-                f"the plan has the layers of multi-token prediction on stage {schedule.placement.mtp_stage}, "
-                f"the model on {'the last' if stage is None else stage}; give mtp_stage in the plan's costs"
-            )
+        check_built_for(schedule, chunks, self.groups.stage, call.config)
         model_with_shards = chunk_with_shards(self.method, chunks)
         planned = runs_layer_plans(call)
         with weight_gradients_of(chunks, splits_w=schedule.splits_w, planned=planned) as weight_gradients:
