@@ -237,12 +237,13 @@ class Open:
     dp: int = 1
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.takes}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.costs}-{self.flags}"
+        sizes = f"pp{self.pp}-dp{self.dp}-chunks{self.chunks}"
+        return "-".join([self.family, self.takes, sizes, self.costs, *words(self.flags)])
 
 
 CHOICES = (
     Open("auto", 4, 1, "", "", "vocab-2 in 1f1b"),
-    Open("auto", 4, 1, "", REDUCED, "vocab-2 in 1f1b", dp=2),
+    Open("auto", 4, 1, "vocab-2, no W", REDUCED, "vocab-2 in 1f1b", dp=2),
     Open("auto", 4, 1, "", "--vocab-parallel-layout auto", "vocab-2 in 1f1b"),
     Open("auto", 4, 1, "", LOOSE, "vocab-2 in zb-h1"),
     Open("auto", 4, 2, "", "", "vocab-2 in v-half"),

@@ -1,20 +1,21 @@
 """What is decided when a model is built, before the plans are known that run it, and what checks it later.
 
-A search takes its schedule when the first iteration begins, a measured plan replaces it after some more, and a
-program of one's own may give any plan. So nothing follows a decision from before the model was built alone:
+A search takes its schedule when the first iteration begins, a measured plan replaces it some iterations later,
+and a program of your own may give any plan. So every decision that the model was built by is checked again:
 
-    decided when the model is built       Megatron-LM's door asks       a plan that wants something else
-    ------------------------------------  ----------------------------  ----------------------------------------
-    vocabulary layers whole or in shards  first_choice.decided          is refused: ForwardBackward.use, plan
-    model chunks on a rank                Megatron                      is refused: check_built_for
-    which rank has which stage            FlagConfig.placement          is refused: check_built_for
-    further heads, and their stage        the layout                    is refused: check_built_for
-    layers of a stage                     the layout                    has none: plans count the built layers
-    whether layers can delay gradients    FlagConfig.splits_w           with W: is refused if they cannot;
-                                                                        without: B computes (split_w/)
-    buckets of gradients on every rank    FlagConfig.splits_w           runs: every gradient is reported when
-                                                                        it is complete (gradients.py)
-    layers in Megatron's plans (pairs)    --overlap-moe-expert-...      runs: the same plans without pairs
+    decided when the model is built       in Megatron-LM, by      a plan that wants something else
+    ------------------------------------  ----------------------  ----------------------------------------
+    vocabulary layers whole or in shards  first_choice.decided    is refused: ForwardBackward.use, plan
+    model chunks on a rank                Megatron                is refused: check_built_for
+    which rank has which stage            FlagConfig.placement    is refused: check_built_for
+    further heads, and their stage        the layout              is refused: check_built_for
+    layers of a stage                     the layout              cannot: plans count the layers as built
+    whether layers can delay gradients    FlagConfig.splits_w     with W: is refused where they cannot;
+                                                                  without W: B computes them (split_w/)
+    buckets of gradients on every rank    FlagConfig.splits_w     runs: each gradient is reported when it
+                                                                  is complete (gradients.py)
+    Megatron's plans of layers (pairs)    --overlap-moe-expert-   runs: the same plans, F and B by turns
+                                          parallel-comm
 
 Next: ``chunks.py``, where chunks stand.
 """
