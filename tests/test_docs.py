@@ -1,4 +1,4 @@
-"""Links of README and docs lead somewhere; the site builds without a warning."""
+"""Links of README and docs, and files that docstrings name, are there; the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,35 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("patches/*.md")),
 ]
+PROGRAMS = [
+    path
+    for room in ("megatron_vocabpar", "lab", "scripts", "examples", "tests")
+    for path in sorted((ROOT / room).rglob("*.py"))
+]
 ON_THE_SITE = ("index.md", "CONTRIBUTING.md", "CHANGELOG.md")  # from the root of the repository
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+_DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
+_FILE = r"[\w./-]*\w\.(?:py|md|json|txt|css|js|html|csv|sh|patch|toml)|[\w./-]*\w/"
+_FILE_OF_DOCSTRING = re.compile(
+    rf"(?<=``)(?:{_FILE})(?=``)|(?<![\w./-])[\w/]+\.(?:py|md)\b|^\w+/(?=[ ,])", re.MULTILINE
+)
+_FILE_OF_PAGE = re.compile(rf"`({_FILE})`")
+
+ELSEWHERE = {
+    *("pretrain_gpt.py", "pretrain_bert.py", "pretrain_hybrid.py"),  # of Megatron-LM
+    "examples/mimo/train.py",
+    *("models/common/model_chunk_schedule_plan.py", "models/hybrid/hybrid_layer_allocation.py"),
+    # Of the libraries that some losses are compatible with:
+    *("nemo_rl/distributed/model_utils.py", "roll/third_party/megatron/tensor_parallel.py"),
+    *("slime/utils/ppo_utils.py", "verl/utils/megatron/tensor_parallel.py"),
+    "verl/utils/kernel/linear_cross_entropy.py",
+    "mcore_adapter/src/mcore_adapter/parallel_functions/context_parallel.py",
+    *("config.json", "tokenizer.json", "README_WEIGHTS.md"),  # of models of Hugging Face
+    *("index.html", "data.json", "schedule.json", "timeline.json"),  # what a training writes
+    *("FOLDER/RANK.json", "scripts/METHOD.sh", "text.txt"),  # of tests
+    *("vocabpar-out/", "vocabpar-out/index.html", ".whl/"),  # of a user's clone
+}
+"""Files that docstrings and pages name, and that no clone has."""
 
 
 @cache
@@ -37,6 +65,39 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
             lost.append(f"{target}#{anchor}" if anchor else target)
     assert lost == []
+
+
+def folders_meant(path: Path) -> list[Path]:
+    """Where a file's text looks for the files that it names: its folder, those above, and the package.
+
+    The docstring of a room speaks of the folders in it, too.
+    """
+    above = [folder for folder in path.parents if folder.is_relative_to(ROOT)]
+    inside = (
+        [folder for folder in path.parent.iterdir() if folder.is_dir()] if path.stem == "__init__" else []
+    )
+    return [*above, *inside, ROOT / "megatron_vocabpar"]
+
+
+def not_there(path: Path, names: Iterable[str]) -> list[str]:
+    folders = folders_meant(path)
+    return [n for n in names if n not in ELSEWHERE and not any((folder / n).exists() for folder in folders)]
+
+
+def test_files_that_docstrings_name_are_there() -> None:
+    """What to read next, above all."""
+    lost = {}
+    for path in PROGRAMS:
+        texts = _DOCSTRING.findall(path.read_text(encoding="utf-8"))
+        if names := not_there(path, (name for text in texts for name in _FILE_OF_DOCSTRING.findall(text))):
+            lost[path.relative_to(ROOT).as_posix()] = names
+    assert lost == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_with_their_folders_are_there(page: Path) -> None:
+    names = _FILE_OF_PAGE.findall(page.read_text(encoding="utf-8"))
+    assert not_there(page, (name for name in names if "/" in name)) == []
 
 
 def test_the_samples_of_the_readme_run(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 What the layers of this package are compared with, written for traffic as published: logits in the
 operands' dtype; the maximum, the sum and the softmax as passes of their own over fp32 [n, P]; an
 all-reduce per statistic (of one rank, so none, in a benchmark); softmax minus one-hot; and an elementwise
-rescale of [n, P] in T. Read ``layers/output.py`` for what they should cost.
+rescale of [n, P] in T. Read ``layers/output/plain.py`` for what they should cost.
 
 Source: Algorithms 1 and 2, sections 4.3 and 4.4.
 """

@@ -1,9 +1,10 @@
 """The paper's settings and results: Tables 1 to 3, 5 and 6, and the passes published with the artifact.
 
-``data/cells.csv`` holds Tables 5 and 6 (an empty cell ran out of memory), ``models.csv`` the models of Tables
-1 and 2, ``scaling.csv`` Table 3, ``measured_passes.csv`` the artifact's times. All are from A100 with 80 GB.
-MFU is relative to 320 TFLOP/s: with this peak the published iteration times give the tables' figures. The
-tables' GB are GiB: the baseline's peak grows by 2.93 from 64k to 128k ids, which is 16 bytes a weight.
+``data/cells.csv`` holds Tables 5 and 6 (an empty cell ran out of memory), ``data/models.csv`` the models of
+Tables 1 and 2, ``data/scaling.csv`` Table 3, ``data/measured_passes.csv`` the artifact's times. All are from
+A100 with 80 GB. MFU is relative to 320 TFLOP/s: with this peak the published iteration times give the tables'
+figures. The tables' GB are GiB: the baseline's peak grows by 2.93 from 64k to 128k ids, which is 16 bytes a
+weight.
 
 Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, section 6, appendix F, artifact.
 Next: ``simulated.py``.

@@ -40,8 +40,9 @@ PAGES = {"published": _published, "plans": _plans, "recipes": _recipes, "launche
 def page_command(name: str) -> None:
     """Print it as Markdown.
 
-    published: the planner beside published trainings (docs/plan.md); plans: what it recommends (docs/plan.md,
-    minutes); recipes: docs/recipes.md; launches: what is beside layers (docs/schedules.md, minutes).
+    published: the planner beside published trainings (docs/plan.md); plans: what it recommends
+    (lab/plan_table.md, minutes); recipes: docs/frameworks.md; launches: what is beside layers
+    (docs/schedules.md, minutes).
     """
     for line in PAGES[name]():
         click.echo(line)

@@ -1,6 +1,6 @@
 """One rank's iteration, entered from Megatron. Read in this order:
 
-options.py, rules.py     what can be asked for, and what cannot be combined
+options.py, rules/       what can be asked for, and what cannot be combined
 forward_backward.py      megatron-core's forward-backward function, running our schedules
 preparation.py           before an iteration: record what ``forward_step`` feeds, share it with every rank
 iteration.py             what the handlers of one iteration share

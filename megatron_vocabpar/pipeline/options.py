@@ -3,7 +3,7 @@
 Megatron's flags, their help and the table of flags in ``docs/megatron.md`` are generated from these fields,
 as the options of ``vocabpar train`` are from ``TrainConfig``. Standard library only.
 
-Next: ``rules.py``, what cannot be combined.
+Next: ``rules/``, what cannot be combined.
 """
 
 from __future__ import annotations

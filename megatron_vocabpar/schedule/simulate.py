@@ -96,7 +96,7 @@ class Simulation:
 
     @cached_property
     def alive(self) -> tuple[dict[str, list[Interval]], ...]:
-        """For each rank, when each of its buffers is alive (see ``memory.py``)."""
+        """For each rank, when each of its buffers is alive (see ``play/memory.py``)."""
         return tuple(lifetimes(self.events, rank) for rank in range(self.schedule.p))
 
     @cached_property

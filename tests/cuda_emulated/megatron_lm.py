@@ -113,7 +113,7 @@ def cells() -> Iterator[Cell]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training left: exit codes by rank, losses, the last rank's host waits (``waits.py``), output.
+    """What a training left: exit codes by rank, losses, the last rank's waits (``site/waits.py``), output.
 
     ``left`` are the files that the cell asks for.
     """

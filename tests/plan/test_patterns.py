@@ -69,7 +69,7 @@ def test_a_pattern_of_groups_is_the_gpt() -> None:
     ],
 )  # fmt: skip
 def test_what_a_symbol_costs(symbol: str, words: str, weights: int, beyond_weights: int) -> None:
-    """Counted by hand from Megatron's modules, ``ssm/`` and ``experimental_attention_variant/dsa.py``."""
+    """Counted by hand from Megatron's state-space modules and its variant ``dsa`` of attention."""
     model = replace(
         of_words(f"--hybrid-layer-pattern *{symbol}{symbol} {words}"), pattern=2 * symbol, layers=2
     )

@@ -19,7 +19,7 @@ PLAIN = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "ck
 
 @cache
 def _interpreter(megatron: Path, loaded: bool) -> subprocess.Popen[str]:
-    """One that runs ``inside.py`` for the whole session; ``loaded``: it has imported Megatron."""
+    """One that runs ``tests/megatron_lm/inside.py`` to the end; ``loaded``: it has imported Megatron."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
@@ -39,7 +39,7 @@ def _interpreter(megatron: Path, loaded: bool) -> subprocess.Popen[str]:
 
 
 def inside(program: str, argv: tuple[str, ...] = (), world_size: int = 4) -> dict[str, Any]:
-    """The result of a program of ``inside.py`` in the checkout."""
+    """The result of a program of ``tests/megatron_lm/inside.py`` in the checkout."""
     process = _interpreter(checkout(), program != "adaptor_first")
     assert process.stdin is not None
     assert process.stdout is not None

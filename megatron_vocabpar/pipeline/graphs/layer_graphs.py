@@ -3,8 +3,9 @@
 Each layer has one graph for the F and one for the B of every microbatch. They share memory in the order of
 the first iteration: a graph's output is valid until the next graph runs. In another order a graph would
 silently overwrite what is still needed. So all calls from the first training call on run one plan, and
-``stages.py`` copies what leaves a stage. Passes of the vocabulary layers and communication are not captured:
-graphs are captured when an iteration is over, and Megatron waits for the device before each of them.
+``handlers/stages.py`` copies what leaves a stage. Passes of the vocabulary layers and communication are not
+captured: graphs are captured when an iteration is over, and Megatron waits for the device before each of
+them.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class OutputChain:
 
 
 def _metric(name: str, dtype: torch.dtype) -> Extra:
-    """The extra of a metric, whose file alone knows it: ``entropy:Entropy`` is a class of ``entropy.py``."""
+    """The extra of a metric, which is in its file alone: entropy in ``layers/extras/entropy.py``."""
     extra: Extra = resolve_name(f"{modules.__name__}.{METRICS[name].extra}").stored_in(dtype)
     return extra
 

@@ -12,7 +12,7 @@ plans leave out. Later versions have it after the last layer's combine, and nowh
 experts. Here it always belongs to the decoder's last layer. Megatron's plans leave out the contexts of
 ``--fp4-format``, so that they would train in 16 bits; here each layer of the decoder has its own.
 
-Source: Megatron-LM, ``models/common/model_chunk_schedule_plan.py``. Used by ``planned_stages.py``.
+Source: Megatron-LM, ``models/common/model_chunk_schedule_plan.py``. Used by ``handlers/planned_stages.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Zero-bubble schedules fill idle time with weight gradients, so B must leave them
 microbatch they are kept as products: of megatron-core's own linear layers (``local_products.py``) and of
 Transformer Engine's (``delayed_products.py``). Other gradients (norms, position embeddings) stay in B.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism (2023). Used by ``stages.py``.
+Source: Qi et al., Zero Bubble Pipeline Parallelism (2023). Used by ``handlers/stages.py``.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ whole layers whose loss function is on their own rank in a V, too.
 116 more, ``drawn``, are all that were proven in 5 or 12 s each of 220 drawn at random: 2 to 4 ranks, 2 to 6
 microbatches, every family and method, at a third of them the smallest cap; costs at random, with a tiny S,
 with links of 2 to 8 ms, or different on each rank. For 11 of them, the worst with slow links among these, the
-solver's transfers and collectives wait for each other in queues, as in ``play/events.py``; elsewhere none
-waits, so the excess is at most what the test says.
+solver's transfers and collectives wait for each other in queues, as in ``schedule/play/events.py``; elsewhere
+none waits, so the excess is at most what the test says.
 """
 
 import json
