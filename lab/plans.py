@@ -1,14 +1,17 @@
 """The table of searches in ``plan_table.md``: ``python -m lab page plans`` prints it.
 
 Each row is what ``vocabpar plan --preset MODEL --hardware GPU --gpus N`` recommends. The seconds of one
-processor that a search took go to stderr.
+processor that a search took go to stderr. ``python -m lab page when`` prints the tables of ``docs/when.md``,
+which say in short what this table says.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from statistics import mean
 
 from lab.published_runs import errors, published_runs
@@ -17,6 +20,7 @@ from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.search import Question, search, usual_batch
 from megatron_vocabpar.plan.search_tables import binds, verdict_of
 from megatron_vocabpar.plan.tables import sizes_of
+from megatron_vocabpar.schedule.words.methods import METHODS
 
 MODELS = {
     "llama-3.2-3b": "H100", "llama-3.1-8b": "H100", "gemma-2-9b": "H100", "nemotron-4-15b": "H100",
@@ -25,26 +29,44 @@ MODELS = {
     "glm-4.5": "GB300", "deepseek-v3": "GB300", "kimi-k2": "GB300",
 }  # fmt: skip
 GPUS = (8, 64, 512)
+FURTHER = (
+    ("llama-3.1-8b", 8, "L40S"),
+    ("gemma-2-9b", 8, "L40S"),
+    ("llama-3.1-8b", 8, "RTX-4090"),
+    ("gemma-3-27b", 8, "RTX-4090"),
+    ("gemma-3-27b", 8, "RTX-PRO-6000"),
+    ("qwen3-32b", 16, "H100"),
+)
+Case = tuple[str, int, str]
+"""A model on so many GPUs of a name."""
+
+CASES: tuple[Case, ...] = (
+    *((model, gpus, gpu) for model, gpu in MODELS.items() for gpus in GPUS),
+    *FURTHER,
+)
+NOTHING = "nothing fits"
+_TABLE = Path(__file__).with_name("plan_table.md")
 
 
-def rows(models: list[str]) -> Iterator[str]:
-    """The table, a row for each model and number of GPUs."""
+def rows(cases: Iterable[Case]) -> Iterator[str]:
+    """The table, a row for each case."""
     yield "| model | GPUs | recommended | s | MFU % | GiB | what binds it | ours / stock | decided | error |"
     yield "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | --- | ---: |"
-    for name in models:
-        for gpus in GPUS:
-            started = time.process_time()
-            yield f"| {name} | {gpus} {MODELS[name]} | {row(name, gpus)} | {error(name)} |"
-            print(f"{name} on {gpus}: {time.process_time() - started:.1f} s", file=sys.stderr, flush=True)
+    for case in cases:
+        name, gpus, gpu = case
+        started = time.process_time()
+        yield f"| {name} | {gpus} {gpu} | {row(case)} | {error(case)} |"
+        print(f"{name} on {gpus}: {time.process_time() - started:.1f} s", file=sys.stderr, flush=True)
 
 
-def row(name: str, gpus: int) -> str:
+def row(case: Case) -> str:
     """The cells of a search's recommendation."""
-    model, gpu = model_preset(name), hardware_named(MODELS[name])
+    name, gpus, hardware = case
+    model, gpu = model_preset(name), hardware_named(hardware)
     question = Question(model, gpu, gpus, usual_batch(model, gpus), gpu.memory_gib)
     found = search(question)
     if not found:
-        return "nothing fits | – | – | – | – | – | –"
+        return f"{NOTHING} | – | – | – | – | – | –"
     best, judged = found[0], verdict_of(found)
     gains = " / ".join(f"{gain:.2f}" for gain in judged.gains) if judged else "–"
     decided = "no" if judged and judged.reason else "yes"
@@ -55,31 +77,64 @@ def row(name: str, gpus: int) -> str:
     )
 
 
-def error(name: str) -> str:
+def error(case: Case) -> str:
     """The planner's mean error beside the published runs of this model on this GPU."""
-    runs = [run for run in published_runs() if (run.model, run.hardware) == (name, MODELS[name])]
+    name, _, gpu = case
+    runs = [run for run in published_runs() if (run.model, run.hardware) == (name, gpu)]
     return f"{100 * mean(abs(one) for _, one in errors(runs)):.0f} % of {len(runs)}" if runs else "–"
 
 
-def in_short(table: list[str]) -> Iterator[str]:
-    """The table of ``docs/when.md``, from all rows of this one: a row for each model."""
+def in_short() -> Iterator[str]:
+    """The tables of ``docs/when.md``: what is decided, a row for each model, and the further cases."""
+    lines = [line for line in _TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
+    yield from _decided(cells)
+    yield ""
     yield "| model, GPU | on 8 | on 64 | on 512 | error |"
     yield "| --- | --- | --- | --- | --- |"
-    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table[2:]]
-    for first in range(0, len(cells), len(GPUS)):
+    for first in range(0, len(MODELS) * len(GPUS), len(GPUS)):
         of_model = cells[first : first + len(GPUS)]
         name, gpu = of_model[0][0], of_model[0][1].split()[1]
-        found = " | ".join(_in_short(each[2], each[7], each[8]) for each in of_model)
+        found = " | ".join(map(_in_short, of_model))
         yield f"| {name}, {gpu} | {found} | {of_model[0][9]} |"
+    yield ""
+    yield "| model | GPUs | ours / Megatron's best | error |"
+    yield "| --- | --- | --- | --- |"
+    for each in cells[-len(FURTHER) :]:
+        yield f"| {each[0]} | {each[1]} | {_in_short(each)} | {each[9]} |"
 
 
-def _in_short(recommended: str, gains: str, decided: str) -> str:
-    choice, _, sizes = recommended.partition(": ")
-    if not sizes:
-        return "–"
-    pipeline = sizes.split(",")[0]
-    if decided == "no":
-        return f"undecided: {gains}"
-    if choice.startswith("stock"):
-        return "stock, no pipeline" if pipeline == "p 1" else f"stock, {pipeline}"
-    return f"**{choice}**, {pipeline}: {gains}"
+def _decided(cells: list[list[str]]) -> Iterator[str]:
+    """How many cases are decided for whom, and a table of them, with the planner's error in each row."""
+    fit = [each for each in cells if each[2] != NOTHING]
+    decided = [each for each in fit if each[8] == "yes"]
+    count = Counter(_vocabulary(each[2]) for each in decided)
+    yield (
+        f"**Of {len(fit)} cases in which something fits {len(decided)} are decided**: "
+        f"{count['partitioned']} for a partitioned vocabulary, {count['whole']} for our schedules around "
+        f"whole vocabulary layers (`baseline`), {count['stock']} for Megatron's own. The other "
+        f"{len(fit) - len(decided)} are undecided."
+    )
+    yield ""
+    yield "| model | GPUs | decided for | vocabulary layers | ours / Megatron's best | error |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for each in decided:
+        name, gpus, recommended, gains, error_of_runs = (each[k] for k in (0, 1, 2, 7, 9))
+        choice, _, sizes = recommended.partition(": ")
+        pipeline = sizes.split(",")[0]
+        vocabulary = _vocabulary(recommended)
+        yield f"| {name} | {gpus} | {choice}, {pipeline} | {vocabulary} | {gains} | {error_of_runs} |"
+
+
+def _vocabulary(recommended: str) -> str:
+    method = recommended.partition(" ")[0]
+    if method == "stock":
+        return "stock"
+    return "partitioned" if METHODS[method].vocabulary_parallel else "whole"
+
+
+def _in_short(cells: list[str]) -> str:
+    recommended, gains, decided = (cells[k] for k in (2, 7, 8))
+    if recommended == NOTHING:
+        return NOTHING
+    return f"**{gains}, {recommended.partition(': ')[0]}**" if decided == "yes" else f"undecided: {gains}"

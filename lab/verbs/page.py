@@ -15,9 +15,15 @@ def _published() -> Iterator[str]:
 
 
 def _plans() -> Iterator[str]:
-    from lab.plans import MODELS, rows
+    from lab.plans import CASES, rows
 
-    return rows(list(MODELS))
+    return rows(CASES)
+
+
+def _when() -> Iterator[str]:
+    from lab.plans import in_short
+
+    return in_short()
 
 
 def _recipes() -> Iterator[str]:
@@ -32,7 +38,13 @@ def _launches() -> Iterator[str]:
     return table()
 
 
-PAGES = {"published": _published, "plans": _plans, "recipes": _recipes, "launches": _launches}
+PAGES = {
+    "published": _published,
+    "plans": _plans,
+    "when": _when,
+    "recipes": _recipes,
+    "launches": _launches,
+}
 
 
 @click.command("page")
@@ -41,8 +53,8 @@ def page_command(name: str) -> None:
     """Print it as Markdown.
 
     published: the planner beside published trainings (docs/plan.md); plans: what it recommends
-    (lab/plan_table.md, minutes); recipes: docs/frameworks.md; launches: what is beside layers
-    (docs/schedules.md, minutes).
+    (lab/plan_table.md, minutes); when: the same in short, from that file (docs/when.md); recipes:
+    docs/frameworks.md; launches: what is beside layers (docs/schedules.md, minutes).
     """
     for line in PAGES[name]():
         click.echo(line)
