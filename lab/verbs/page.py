@@ -26,6 +26,12 @@ def _when() -> Iterator[str]:
     return in_short()
 
 
+def _measured() -> Iterator[str]:
+    from lab.kernels.record import record_table
+
+    return record_table()
+
+
 def _recipes() -> Iterator[str]:
     from lab.recipes import page
 
@@ -42,6 +48,7 @@ PAGES = {
     "published": _published,
     "plans": _plans,
     "when": _when,
+    "measured": _measured,
     "recipes": _recipes,
     "launches": _launches,
 }
@@ -53,8 +60,9 @@ def page_command(name: str) -> None:
     """Print it as Markdown.
 
     published: the planner beside published trainings (docs/plan.md); plans: what it recommends
-    (lab/plan_table.md, minutes); when: the same in short, from that file (docs/when.md); recipes:
-    docs/frameworks.md; launches: what is beside layers (docs/schedules.md, minutes).
+    (lab/plan_table.md, minutes); when: the same in short, from that file (docs/when.md); measured: the
+    record of an H200 (docs/kernels.md); recipes: docs/frameworks.md; launches: what is beside layers
+    (docs/schedules.md, minutes).
     """
     for line in PAGES[name]():
         click.echo(line)

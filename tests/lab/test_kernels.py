@@ -15,6 +15,7 @@ from lab.kernels import measured as kernels
 from lab.kernels.measured import Shape, measure_input, measure_output, shapes
 from lab.kernels.others import ON_ANY_DEVICE, OTHERS, forward_backward
 from lab.kernels.published import published_pass
+from lab.kernels.record import record_table
 from lab.verbs.kernels import kernels_command
 from megatron_vocabpar.layers.output.plain import OutputState
 from megatron_vocabpar.measure.environment import file_name
@@ -125,3 +126,8 @@ def test_the_table_names_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) 
     assert done.exit_code == 0, done.output
     for name in ("liger", "cce", "quack", "megatron"):
         assert f"{name}: not measured: it needs a CUDA device" in done.output
+
+
+def test_the_page_has_all_that_was_measured_on_a_gpu() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert [line for line in record_table() if line not in page.splitlines()] == []
