@@ -111,7 +111,7 @@ class VocabOptions:
     kernels: str = option(
         "auto",
         "fused: one kernel makes exponentials with the product, and no logits exist; for bfloat16 on Hopper "
-        "and Blackwell, on which it has not run yet. auto: the library's product and a row kernel.",
+        "and Blackwell, slower than auto on an H200. auto: the library's product and a row kernel.",
         page="See [kernels.md](kernels.md#a-fused-s).",
         choices=("auto", "fused"),
     )

@@ -2,8 +2,9 @@
 
 Collectives of the vocabulary layers overlap with the transformer passes (paper, section 6.1). On a
 GPU that takes a side stream; on the CPU the same program needs a worker that runs the collectives in
-order while the main thread computes. Both look alike: ``submit`` work, ``wait`` for its event. This is
-the only module that asks which device it runs on.
+order while the main thread computes. Both look alike: ``submit`` work, ``wait`` for its event. What else the
+runtime does in another way on a GPU is here too: clocks, copies to and from the host, figures of memory, and
+the backend of the communication.
 
 One rule about memory: **what outlives the work is allocated before it is submitted**, by the stream that
 will use it. The work writes in place, and allocates only what it drops again. A GPU's allocator reuses

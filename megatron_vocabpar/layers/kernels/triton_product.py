@@ -14,7 +14,8 @@ find no such row end at once.
 Operands and exponentials are loaded and stored by tensor descriptors, so nothing of a tile is masked at the
 edges, and no register holds an address. For that, rows must have a multiple of 16 bytes.
 
-On an H200 it takes as long as the library's product and the row kernel, but more of the host's time.
+On an H200 S and T take longer with it than with the library's product and the row kernel; ``docs/kernels.md``
+has the times.
 """
 
 from __future__ import annotations
