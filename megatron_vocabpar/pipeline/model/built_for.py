@@ -1,7 +1,7 @@
 """What is decided when a model is built, before the plans are known that run it, and what checks it later.
 
-A search takes its schedule when the first iteration begins, a measured plan replaces it some iterations later,
-and a program of your own may give any plan. So every decision that the model was built by is checked again:
+A search takes its schedule when the first iteration begins, a measured plan replaces it some iterations
+later, and a program of your own may give any plan. So every decision of the model is checked again:
 
     decided when the model is built       in Megatron-LM, by      a plan that wants something else
     ------------------------------------  ----------------------  ----------------------------------------
