@@ -293,8 +293,8 @@ class ForwardBackward:
             program = plan.program[rank.pipeline_rank]
             try:
                 with torch.set_grad_enabled(not call.forward_only), self._watched(iteration, late):
-                    between = iteration.between
-                    execute(dist.get_rank(), program, handlers, self._observers, late, between)
+                    observers = (*self._observers, iteration.microbatches.freed_after(program))
+                    execute(dist.get_rank(), program, handlers, observers, late, iteration.between)
                     finish()
             except BaseException:
                 iteration.gradients.abandon()

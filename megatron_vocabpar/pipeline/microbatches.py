@@ -7,7 +7,8 @@ Before an iteration both run ``forward_step`` for every microbatch with a stand-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -17,7 +18,8 @@ from megatron_vocabpar.layers.embedding import InputPlan, check_ids, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
-from megatron_vocabpar.runtime.streams import queue_to_device, to_device, to_host
+from megatron_vocabpar.runtime.streams import HostCopy, queue_to_device, start_to_host, to_device, to_host
+from megatron_vocabpar.schedule.words.passes import Instruction, parts_of
 from megatron_vocabpar.schedule.words.placement import Placement
 
 DROPPED = torch.iinfo(torch.int64).min
@@ -96,15 +98,15 @@ class Microbatch:
 
 
 class Microbatches(dict[int, Microbatch]):
-    """The microbatches of an iteration by number; each is planned when it is first asked for.
+    """The microbatches of an iteration by number, planned when first asked for, freed when their passes end.
 
     Planning needs only the host, and happens while the device works on what is queued. Its results go to the
-    device in one copy, for which nobody waits.
+    device in one copy, for which nobody waits. All ids stay on the host: 16 bytes a token.
 
     Args:
         shapes: ``(1 + D, b, s)`` of each.
-        ids: ``[2, total]`` int64 on the host: the tokens of all microbatches, and their labels.
-        labels: the labels once more, on the device.
+        tokens, labels: ``[total]`` int64 on the host, those of all microbatches.
+        device: where plans go.
         ranges: rows of every member of the vocabulary group; empty if the vocabulary is not partitioned.
         member: this rank's number among them.
         embedding_ranks: the pipeline ranks of the first stage, which embeds the first set of tokens, and of
@@ -116,8 +118,9 @@ class Microbatches(dict[int, Microbatch]):
         self,
         *,
         shapes: Sequence[tuple[int, int, int]],
-        ids: torch.Tensor,
+        tokens: torch.Tensor,
         labels: torch.Tensor,
+        device: torch.device,
         ranges: tuple[VocabRange, ...],
         member: int,
         embedding_ranks: tuple[int, int] = (0, 0),
@@ -126,9 +129,8 @@ class Microbatches(dict[int, Microbatch]):
         super().__init__()
         self.shapes = tuple(shapes)
         sizes = [prod(shape) for shape in shapes]
-        tokens, host_labels = ids
-        self._tokens, self._host_labels = tokens.split(sizes), host_labels.split(sizes)
-        self._labels = labels.split(sizes)
+        self._tokens, self._labels = tokens.split(sizes), labels.split(sizes)
+        self._device = device
         self._ranges = ranges
         self._member = member
         self._embedding_ranks = embedding_ranks
@@ -136,7 +138,7 @@ class Microbatches(dict[int, Microbatch]):
 
     def labels(self, i: int) -> torch.Tensor:
         """Target ids ``[1 + D, b, s]`` of a microbatch, on the device."""
-        return self._labels[i].view(self.shapes[i])
+        return queue_to_device(self._labels[i], self._device).view(self.shapes[i])
 
     def rows(self, i: int, values: torch.Tensor) -> torch.Tensor:
         """``[(1 + D) b s]`` in the order of C0's hidden states: by part, head, position, sequence.
@@ -151,7 +153,7 @@ class Microbatches(dict[int, Microbatch]):
     def of_main_head(self, i: int) -> torch.Tensor:
         """``[n]`` float32: 1 in the rows of a microbatch that are the main head's, 0 in further heads'."""
         k, b, s = self.shapes[i]
-        first = self._labels[i].new_zeros(k, b * s, dtype=torch.float32)
+        first = torch.zeros(k, b * s, device=self._device)
         first[0] = 1.0
         return self[i].take(self.rows(i, first))
 
@@ -165,32 +167,41 @@ class Microbatches(dict[int, Microbatch]):
         self[i] = planned = self._plan(i)
         return planned
 
+    def freed_after(
+        self, program: Sequence[Instruction]
+    ) -> Callable[[Instruction], AbstractContextManager[None]]:
+        """An observer of this rank's instructions: after the last one of a microbatch its plan is free."""
+        last = {part.microbatch: instruction for instruction in program for part in parts_of(instruction)}
+
+        @contextmanager
+        def observe(instruction: Instruction) -> Iterator[None]:
+            yield
+            for part in parts_of(instruction):
+                if last[part.microbatch] == instruction:
+                    self.pop(part.microbatch, None)
+
+        return observe
+
     def _plan(self, i: int) -> Microbatch:
         inputs = [self._embedded(rank, first, ids) for rank, first, ids in self._sets(i)]
-        host_labels = self.rows(i, self._host_labels[i])
-        counted = ((host_labels >= 0) & (host_labels < self._ranges[0].vocab_size)).nonzero().flatten()
+        labels = self.rows(i, self._labels[i])
+        counted = ((labels >= 0) & (labels < self._ranges[0].vocab_size)).nonzero().flatten()
         if len(counted) == 0:
             counted = torch.zeros(1, dtype=torch.int64)  # kernels and collectives want a row
-        counts = torch.bincount(counted // (len(host_labels) // self._parts), minlength=self._parts)
-        targets = owned_targets(target_rows(host_labels[counted], self._ranges[self._member]))
-        on_host = [tensor for tokens in inputs for tensor in (tokens.plan.order, tokens.owned)]
-        device = self._labels[i].device
-        *placed, places, a, b, c, d = to_device(
-            (*on_host, counted, targets.tokens, targets.rows, targets.by_token, targets.by_row), device
-        )
+        counts = torch.bincount(counted // (len(labels) // self._parts), minlength=self._parts)
+        some = len(counted) < len(labels)
+        labels = labels[counted]
+        owned = owned_targets(target_rows(labels, self._ranges[self._member]))
+        flat = [labels, owned.tokens, owned.rows, owned.by_token, owned.by_row]
+        flat += [tensor for tokens in inputs for tensor in (tokens.plan.order, tokens.owned)]
+        labels, *placed = to_device([*flat, counted] if some else flat, self._device)
+        places = placed.pop() if some else None
         embedded = tuple(
-            replace(tokens, plan=replace(tokens.plan, order=order), owned=owned)
-            for tokens, order, owned in zip(inputs, placed[::2], placed[1::2], strict=True)
+            replace(tokens, plan=replace(tokens.plan, order=order), owned=ids)
+            for tokens, order, ids in zip(inputs, placed[4::2], placed[5::2], strict=True)
         )
-        rows = places if len(counted) < len(host_labels) else None
-        labels = self.rows(i, self._labels[i])
         return Microbatch(
-            self.shapes[i],
-            embedded,
-            rows,
-            tuple(counts.tolist()),
-            labels if rows is None else labels.index_select(0, rows),
-            OwnedTargets(a, b, c, d),
+            self.shapes[i], embedded, places, tuple(counts.tolist()), labels, OwnedTargets(*placed[:4])
         )
 
     def _sets(self, i: int) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -212,8 +223,8 @@ class Microbatches(dict[int, Microbatch]):
 
 def no_microbatches() -> Microbatches:
     """The microbatches of an iteration that shares none."""
-    nothing = torch.empty(2, 0, dtype=torch.int64)
-    return Microbatches(shapes=(), ids=nothing, labels=nothing[1], ranges=(), member=0)
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Microbatches(shapes=(), tokens=nothing, labels=nothing, device=nothing.device, ranges=(), member=0)
 
 
 @dataclass(frozen=True)
@@ -266,17 +277,20 @@ def share_microbatches(
     flat = share(torch.empty(3 * num_microbatches, dtype=torch.int64, device=device), sizes, first_member)
     shapes = [(int(k), int(b), int(s)) for k, b, s in to_host(flat).view(-1, 3).tolist()]
     total = sum(prod(shape) for shape in shapes)
-    ids = torch.empty((2, total), dtype=torch.int64, device=device)
-    share(ids[0], batches.tokens, first_member)
-    share(ids[1], batches.labels, last_member)
+
+    def share_ids(values: list[torch.Tensor] | None, member: int) -> HostCopy:
+        return start_to_host(share(torch.empty(total, dtype=torch.int64, device=device), values, member))
+
     # Counts of the plans are sizes of messages, so the ids come to the host, all at once.
-    host_ids = to_host(ids)
+    copies = share_ids(batches.tokens, first_member), share_ids(batches.labels, last_member)
+    tokens, labels = (copy.wait() for copy in copies)
     if ranges:
-        check_ids(host_ids[0], ranges[0].vocab_size)
+        check_ids(tokens, ranges[0].vocab_size)
     return Microbatches(
         shapes=shapes,
-        ids=host_ids,
-        labels=ids[1],
+        tokens=tokens,
+        labels=labels,
+        device=device,
         ranges=ranges,
         member=groups.member,
         embedding_ranks=(placement.first_rank, placement.rank_of(placement.mtp_stage)),

@@ -17,6 +17,7 @@ import torch
 
 from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners
+from megatron_vocabpar.pipeline.microbatches import Microbatch, Microbatches
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import rest_is_slow
@@ -92,3 +93,41 @@ def check(case: Case) -> None:
         for forward_only, live in counts.items():
             # Before the second step the optimizer and the communicators have what they keep.
             assert len(set(live[2:])) == 1, f"rank {rank}, forward_only={forward_only}: {live}"
+
+
+def planned(rank: int, case: Case) -> list[tuple[int, int, int]]:
+    """By call, training then evaluation: the plans made, the most held at a time, and their most bytes."""
+    calls: dict[int, list[tuple[int, int]]] = {}
+    kept: list[Microbatches] = []
+    plan = Microbatches._plan
+
+    def plan_and_note(self: Microbatches, i: int) -> Microbatch:
+        made = plan(self, i)
+        held = [*self.values(), made]
+        calls.setdefault(id(self), []).append((len(held), sum(map(bytes_of, held))))
+        kept.append(self)
+        return made
+
+    with mock.patch.object(Microbatches, "_plan", plan_and_note):
+        gpt.train(rank, case)
+    assert not any(kept)
+    return [(len(held), *map(max, zip(*held, strict=True))) for held in calls.values()]
+
+
+def bytes_of(microbatch: Microbatch) -> int:
+    """The memory of a plan's tensors."""
+    owned = microbatch.owned_targets
+    tensors = [microbatch.labels, owned.tokens, owned.rows, owned.by_token, owned.by_row]
+    for tokens in microbatch.embedded:
+        tensors += [tokens.plan.order, tokens.owned]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+def test_plans_of_microbatches_are_free_when_their_passes_are_over() -> None:
+    case = Case(method="vocab-2", pp=2, m=24, steps=1)
+    for calls in gpt.run(case, body=planned):
+        for plans, most, held_bytes in calls:
+            assert plans == case.m
+            assert most <= 9  # as many as with any other number of microbatches
+            assert held_bytes <= 9 * 56 * case.micro_batch_size * case.seq_length

@@ -60,11 +60,11 @@ def test_rows_that_count() -> None:
     labels[0, torch.rand(2, 2, 6, generator=draw) > 0.3] = -100
     labels[0, :, :, 2:4] = -100  # all of the second part
     labels[1] = 10  # an id of the padding
-    ids = torch.stack((torch.zeros(48, dtype=torch.int64), labels.flatten()))
     found = Microbatches(
         shapes=[(2, 2, 6)] * 2,
-        ids=ids,
-        labels=ids[1],
+        tokens=torch.zeros(48, dtype=torch.int64),
+        labels=labels.flatten(),
+        device=labels.device,
         ranges=ranges_from_sizes((6, 6), 10),
         member=1,
         parts=3,

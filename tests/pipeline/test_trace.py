@@ -225,8 +225,9 @@ def _share(_: Batches, *, groups: VocabGroups, ranges: Any, **__: Any) -> Microb
         ids = torch.randint(0, V, (2, M * N), generator=torch.Generator().manual_seed(1))
         return Microbatches(
             shapes=[(1, 1, N)] * M,
-            ids=ids,
+            tokens=ids[0],
             labels=ids[1],
+            device=ids.device,
             ranges=ranges,
             member=groups.member,
         )
