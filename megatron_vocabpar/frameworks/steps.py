@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.frameworks.handle import Answer, LogitsHandle, Request, Wanted
+from megatron_vocabpar.pipeline.microbatches import IGNORED
 from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall, StandIn
 
 
@@ -142,7 +143,8 @@ def as_megatron(step: BegunStep, model: Any) -> tuple[torch.Tensor, Callable[...
     if call.labels is not None:
         return model(*call.args, **call.kwargs), lambda losses: step.finish(Answer(-losses))
     labels = step.request.labels.reshape(_token_shape(call))
-    call, unknown = call.with_argument("labels", labels), labels < 0
+    unknown = labels < 0
+    call = call.with_argument("labels", labels.masked_fill(unknown, IGNORED))
 
     def loss_func(losses: torch.Tensor, entropy: torch.Tensor | None = None) -> Any:
         entropy = None if entropy is None else entropy.masked_fill(unknown, torch.nan)

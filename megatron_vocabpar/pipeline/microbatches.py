@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from megatron_vocabpar.layers.embedding import InputPlan, check_ids, plan_input
+from megatron_vocabpar.layers.embedding import InputPlan, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
@@ -22,8 +22,10 @@ from megatron_vocabpar.runtime.streams import HostCopy, queue_to_device, start_t
 from megatron_vocabpar.schedule.words.passes import Instruction, parts_of
 from megatron_vocabpar.schedule.words.placement import Placement
 
+IGNORED = -100
+"""The label of a token without a loss, as in Megatron and PyTorch."""
 DROPPED = torch.iinfo(torch.int64).min
-"""The label of a token that the batch's loss mask leaves out, in place of its own: no id, as -100 is none."""
+"""With ``drop_masked``, the label of a token that the loss mask leaves out, in place of its own."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def share_microbatches(
         parts: the number of parts into which sequence parallelism cuts the hidden states.
 
     Raises:
-        ValueError: if a token id lies outside the vocabulary.
+        ValueError: on every rank, if a token id or a label is outside the vocabulary; ``IGNORED`` may be.
     """
     first_member = groups.members_of(placement.first_rank)[0]
     last_member = groups.members_of(placement.p - 1)[0]
@@ -285,7 +287,9 @@ def share_microbatches(
     copies = share_ids(batches.tokens, first_member), share_ids(batches.labels, last_member)
     tokens, labels = (copy.wait() for copy in copies)
     if ranges:
-        check_ids(tokens, ranges[0].vocab_size)
+        vocab_size = ranges[0].vocab_size
+        _check_ids("token id", tokens, shapes, vocab_size)
+        _check_ids("label", labels, shapes, vocab_size, exempt=(IGNORED, DROPPED))
     return Microbatches(
         shapes=shapes,
         tokens=tokens,
@@ -295,4 +299,37 @@ def share_microbatches(
         member=groups.member,
         embedding_ranks=(placement.first_rank, placement.rank_of(placement.mtp_stage)),
         parts=parts,
+    )
+
+
+_REMEDY = {
+    "token id": "",
+    "label": f"; give a token without a loss the label {IGNORED}, or mask it in the loss_mask that "
+    "forward_step passes to the model",
+}
+
+
+def _check_ids(
+    name: str,
+    ids: torch.Tensor,
+    shapes: Sequence[tuple[int, int, int]],
+    vocab_size: int,
+    exempt: Sequence[int] = (),
+) -> None:
+    """Raise a ValueError that names the first of ``[total]`` ids which is neither in [0, V) nor exempt."""
+    outside = (ids < 0) | (ids >= vocab_size)
+    for value in exempt:
+        outside &= ids != value
+    if not outside.any():
+        return
+    first = int(outside.nonzero()[0])
+    i, place = 0, first
+    while place >= prod(shapes[i]):
+        place -= prod(shapes[i])
+        i += 1
+    _, b, s = shapes[i]
+    raise ValueError(
+        f"{name} {int(ids[first])} in microbatch {i}, sequence {place // s % b}, position {place % s}, is "
+        f"outside the vocabulary of {vocab_size} ids; use the tokenizer the data was made with, or a larger "
+        f"vocabulary{_REMEDY[name]}"
     )

@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.gradients import GradientSync, Writer
 from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
-from megatron_vocabpar.pipeline.microbatches import DROPPED, Batches, share_microbatches
+from megatron_vocabpar.pipeline.microbatches import DROPPED, IGNORED, Batches, share_microbatches
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.recording import ModelCall, record_calls
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
@@ -55,7 +55,8 @@ def prepare(
         return Iteration(rank, call, _gradient_sync(rank, call, schedule, written))
     recorded = _record(rank, call)
     first, last = recorded.get(0), recorded.get(placement.loss_stage)
-    labels = None if last is None else [_labels(recorded, call) for recorded in last]
+    vocab_size = model.shard.range.vocab_size if model else None
+    labels = None if last is None else [_labels(recorded, call, vocab_size) for recorded in last]
     if last is not None and labels is not None and rank.output_options.drop_masked and not call.forward_only:
         pairs = zip(labels, last, strict=True)
         labels = [label.masked_fill(_masked(recorded, call), DROPPED) for label, recorded in pairs]
@@ -129,7 +130,12 @@ def _tokens(recorded: ModelCall, call: Call) -> torch.Tensor:
     return heads.embedded_tokens(call.chunks[0], recorded)
 
 
-def _labels(recorded: ModelCall, call: Call) -> torch.Tensor:
+def _labels(recorded: ModelCall, call: Call, vocab_size: int | None) -> torch.Tensor:
+    """Target ids ``[1 + D, b, s]`` of all heads.
+
+    Of a partitioned vocabulary, masked labels outside it become ``IGNORED``: nobody reads their losses. The
+    mask is the one that ``forward_step`` passes to the model; what its loss function does is not known yet.
+    """
     _check_given(recorded.labels, "labels")
     if recorded.kwargs.get("output_processor") is not None:
         raise ValueError(
@@ -142,6 +148,12 @@ def _labels(recorded: ModelCall, call: Call) -> torch.Tensor:
             "forward_step passed compute_mtp_loss False to the model, which has the heads of multi-token "
             "prediction all the same here: leave it out, or train without --mtp-num-layers"
         )
+    mask = recorded.kwargs.get("loss_mask")
+    if vocab_size is not None and mask is not None:
+        assert recorded.labels is not None
+        outside = (recorded.labels < 0) | (recorded.labels >= vocab_size)
+        known = recorded.labels.masked_fill(outside & (mask == 0), IGNORED)
+        recorded = recorded.with_argument("labels", known)
     return heads.head_labels(call.chunks[-1], recorded)
 
 

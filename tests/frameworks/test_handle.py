@@ -142,7 +142,8 @@ def test_numbers_of_tokens_that_are_not_read_are_nan() -> None:
         return (log_probs(logits, labels), entropies), lambda output: (output[0].nansum(), output)
 
     _, loss_func = as_megatron(
-        begin_step(step, iter([LABELS]), Model(labels), P, torch.device("cpu")), Model(labels)
+        begin_step(step, iter([LABELS]), Model(labels), P, torch.device("cpu")),
+        Model(labels.masked_fill(labels < 0, -100)),
     )
     losses = LOSSES.clone().requires_grad_()
     loss, (found, entropies) = loss_func(losses, 3 * LOSSES)

@@ -28,7 +28,7 @@ def _recorded(**options: Any) -> ModelCall:
 def test_what_the_model_is_passed_is_refused_not_left_out(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=rf"passed (an )?{name} .* leave it out"):
-        _labels(_recorded(**options), SimpleNamespace())  # type: ignore[arg-type]
+        _labels(_recorded(**options), SimpleNamespace(), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("documents", "kept"), [((4, 4, 4, 4), 1), ((4, 4, 2, 4), 3), ((4, 2, 4, 4), 4)])
