@@ -134,8 +134,8 @@ def check_targets(
 ) -> tuple[Tensor, Tensor]:
     """[n] ids with -1 for ignored tokens, and which tokens count, in the targets' shape.
 
-    Ids outside the vocabulary raise on the CPU. On a GPU the host would wait for the device; there they are
-    left out like ignored tokens.
+    For an id outside the vocabulary on a GPU the host would wait for the device; there it is an assertion of
+    the device, as in PyTorch's cross entropy: the next call that waits for the device raises RuntimeError.
 
     Raises:
         ValueError: for another shape, a dtype that is no integer, or (CPU) an id outside the vocabulary.
@@ -146,13 +146,14 @@ def check_targets(
         raise ValueError(f"targets in {targets.dtype}: give integer ids")
     counted = targets != ignore_index
     ids = torch.where(counted, targets.long(), -1)
-    if not targets.is_cuda:
-        wrong = targets[counted & ((targets < 0) | (targets >= vocab_size))]
-        if wrong.numel():
-            raise ValueError(
-                f"target id {int(wrong[0])} is outside the vocabulary of {vocab_size} ids; mark tokens to "
-                f"skip with ignore_index ({ignore_index})"
-            )
+    outside = counted & ((targets < 0) | (targets >= vocab_size))
+    remedy = (
+        f"outside the vocabulary of {vocab_size} ids; mark tokens to skip with ignore_index ({ignore_index})"
+    )
+    if targets.is_cuda:
+        torch._assert_async(~outside.any(), f"a target id is {remedy}")
+    elif outside.any():
+        raise ValueError(f"target id {int(targets[outside][0])} is {remedy}")
     return ids.reshape(-1), counted
 
 

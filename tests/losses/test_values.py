@@ -20,6 +20,8 @@ from megatron_vocabpar.losses import (
     vocab_logprobs_and_entropy,
     vocab_target_rank,
 )
+from megatron_vocabpar.losses.call import check_targets
+from tests.layers.cuda_device import Products
 from tests.losses import reference
 from tests.losses.reference import SPLITS, VOCAB, error
 
@@ -333,6 +335,17 @@ def test_saved_tensors_hold_no_copy_of_the_logits() -> None:
     ):
         vocab_logprobs(logits, torch.zeros(64, dtype=torch.int64))
     assert sum(count for pointer, count in sizes if pointer != logits.data_ptr()) <= 10 * 64
+
+
+@pytest.mark.parametrize("wrong", [10, -1])
+def test_on_a_gpu_the_device_asserts_that_targets_are_in_the_vocabulary(wrong: int) -> None:
+    """Tensors say that they are a GPU's. Those on meta have no values: a look at one would raise."""
+    targets = torch.tensor([1, wrong, -100])
+    with Products():
+        check_targets(targets.to("meta"), targets.shape, -100, 10)
+        check_targets(targets[::2], targets[::2].shape, -100, 10)
+        with pytest.raises(RuntimeError, match="target id is outside the vocabulary of 10 ids"):
+            check_targets(targets, targets.shape, -100, 10)
 
 
 def test_inference_only_keeps_nothing() -> None:
