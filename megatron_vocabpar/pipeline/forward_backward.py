@@ -43,7 +43,7 @@ from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.pipeline.split_w.weight_gradients import weight_gradients_of
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
-from megatron_vocabpar.runtime.streams import named_range, side_stream
+from megatron_vocabpar.runtime.streams import named_range, send_waiter, side_stream
 from megatron_vocabpar.runtime.timeline import COLLECTIVES, Timeline
 from megatron_vocabpar.schedule.make.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.plan import Plan
@@ -141,7 +141,8 @@ class ForwardBackward:
         self._side_stream = side_stream(device, COLLECTIVES)
         if timeline is not None:
             self._side_stream = timeline.watch(self._side_stream, COLLECTIVES)
-        self._point_to_point = PointToPoint(groups)
+        self._send_waiter = send_waiter(device)
+        self._point_to_point = PointToPoint(groups, self._send_waiter)
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
         self._graphs = LayerGraphs()
@@ -189,8 +190,10 @@ class ForwardBackward:
             raise ValueError(f"the plan has {'; '.join(differ)}; make it for this method and pipeline")
 
     def close(self) -> None:
-        """Release the side stream without waiting for the work in it."""
+        """Release the threads, or the side stream, without waiting for the work in them."""
         self._side_stream.close()
+        if self._send_waiter is not None:
+            self._send_waiter.close()
 
     def __call__(
         self,

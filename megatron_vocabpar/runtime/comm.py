@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vocabpar import collectives
-from megatron_vocabpar.runtime.streams import communicator_options
+from megatron_vocabpar.runtime.streams import Event, Stream, communicator_options
 
 # Names of the communicators in NCCL's messages and flight recorder, in the order of VocabGroups.
 _DESCRIPTIONS = (
@@ -142,12 +142,19 @@ class PointToPoint:
 
     gloo and NCCL still read a tensor after ``isend`` has returned: to free or reuse it before the send has
     completed corrupts the message without an error. With NCCL, ``is_completed`` means that the device has
-    sent it, so any stream may reuse the memory. ``wait`` lets the current stream go on after it.
+    sent it, so any stream may reuse the memory. ``wait`` lets the current stream go on after it. With gloo,
+    ``is_completed`` is False until somebody has waited, so ``waiter`` does that beside the computation, one
+    send after the other. Without it, tensors that gloo sends stay until ``drain``.
+
+    Args:
+        groups: whose ranks send and receive.
+        waiter: ``streams.send_waiter``'s.
     """
 
-    def __init__(self, groups: VocabGroups) -> None:
+    def __init__(self, groups: VocabGroups, waiter: Stream | None = None) -> None:
         self._groups = groups
-        self._in_flight: list[tuple[dist.Work, torch.Tensor]] = []
+        self._waiter = waiter
+        self._in_flight: list[Event[None]] = []
 
     def _peer(self, stage: int) -> tuple[int, int]:
         member = stage * self._groups.tensor + self._groups.tensor_rank
@@ -160,7 +167,8 @@ class PointToPoint:
         self.reap()
         work = dist.isend(tensor, peer, group=group)
         assert work is not None
-        self._in_flight.append((work, tensor))
+        sent = _Sent(work, tensor)
+        self._in_flight.append(sent if self._waiter is None else self._waiter.submit(sent.wait))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stage: int) -> Receive:
         """Post the receive of a tensor from pipeline rank ``stage``; returns at once."""
@@ -173,13 +181,34 @@ class PointToPoint:
 
     def reap(self) -> None:
         """Free the tensors that have been sent."""
-        self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
+        under_way = []
+        for sent in self._in_flight:
+            if sent.done():
+                sent.wait()  # raises what its send has raised
+            else:
+                under_way.append(sent)
+        self._in_flight = under_way
 
     def drain(self) -> None:
         """Wait until everything has been sent."""
-        for work, _ in self._in_flight:
-            work.wait()
+        for sent in self._in_flight:
+            sent.wait()
         self._in_flight.clear()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor on its way."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+
+    def done(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        if not self.done():
+            self.work.wait()
 
 
 @dataclass

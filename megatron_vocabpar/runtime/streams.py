@@ -174,6 +174,11 @@ def side_stream(device: torch.device, name: str) -> Stream:
     return CudaStream() if device.type == "cuda" else ThreadStream(name)
 
 
+def send_waiter(device: torch.device) -> Stream | None:
+    """A thread on the CPU for what waits for sends; None on a GPU, where a send tells when it is done."""
+    return None if device.type == "cuda" else ThreadStream("sends")
+
+
 Mark = Callable[[], float]
 """A point in time of a stream; a call returns its seconds on the host's monotonic clock."""
 

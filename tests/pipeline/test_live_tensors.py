@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners
 from megatron_vocabpar.pipeline.microbatches import Microbatch, Microbatches
 from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.runtime.comm import PointToPoint
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import rest_is_slow
 from tests.pipeline import gpt
@@ -131,3 +133,26 @@ def test_plans_of_microbatches_are_free_when_their_passes_are_over() -> None:
             assert plans == case.m
             assert most <= 9  # as many as with any other number of microbatches
             assert held_bytes <= 9 * 56 * case.micro_batch_size * case.seq_length
+
+
+def sent(rank: int, case: Case) -> tuple[int, int]:
+    """How many tensors were sent in training and evaluation, and the most that were alive at a send."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    alive = [0]
+    send = PointToPoint.send
+
+    def send_and_count(self: PointToPoint, tensor: torch.Tensor, stage: int) -> None:
+        send(self, tensor, stage)
+        tensors.append(weakref.ref(tensor))
+        alive.append(sum(ref() is not None for ref in tensors))
+
+    with mock.patch.object(PointToPoint, "send", send_and_count):
+        gpt.train(rank, case)
+    return len(tensors), max(alive)
+
+
+def test_tensors_over_gloo_are_free_when_they_have_left() -> None:
+    m = 24
+    for rank, (number, most) in enumerate(gpt.run(Case(method="vocab-2", pp=2, m=m, steps=1), body=sent)):
+        assert number >= (m if rank else 2 * m)
+        assert most <= 8

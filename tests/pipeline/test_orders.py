@@ -163,7 +163,8 @@ def _record(case: Case, groups: VocabGroups, reference: Result, mutant: str | No
 def _record_all(_: int, references: dict[str, Result]) -> bytes:
     cases = _cases()
     wanted = [(name, None) for name in FAMILIES] + [(MUTATED, mutant) for mutant in MUTANTS]
-    streams_ = patch.object(forward_backward, "side_stream", lambda *_: CudaStream())
+    gpus = {"side_stream": lambda *_: CudaStream(), "send_waiter": lambda _: None}
+    streams_ = patch.multiple(forward_backward, **gpus)
     with megatron_on_cpu(), streams_, parallel_groups(cases[MUTATED]):
         groups = vocab_groups()
         logs = {

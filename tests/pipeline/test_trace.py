@@ -304,6 +304,7 @@ def _environment() -> Iterator[None]:
         stack.enter_context(patch.multiple(operands, product=_product, add_product_=_add_product_))
         stack.enter_context(patch.object(operands, "product_chunks", _chunks))
         stack.enter_context(patch.object(forward_backward, "side_stream", lambda *_: _Stream()))
+        stack.enter_context(patch.object(forward_backward, "send_waiter", lambda _: None))
         stack.enter_context(patch.object(PointToPoint, "reap", lambda link: link._in_flight.clear()))
         stack.enter_context(patch.object(preparation, "share_microbatches", _share))
         stack.enter_context(patch.object(Microbatches, "_plan", _planned))
