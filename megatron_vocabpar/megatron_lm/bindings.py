@@ -214,7 +214,8 @@ BINDINGS = (
         _TRAINING,
         "training_log",
         (),
-        "reports zeros in gradients, among them those of the rows that pad our shards; here without these",
+        "reports zeros in gradients, among them those of the rows that pad our shards, and acceptance rates, "
+        "counted or not; here without these",
     ),
     Binding(
         _ARGUMENTS,

@@ -64,7 +64,7 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "LogitsSaverHooks.attach_hooks": save_without_hooks,
         "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
         "DistributedDataParallel.__init__": wrapped_in_buckets,
-        "training_log": _log_without_padding,
+        "training_log": _log_what_is_known,
         "parse_args": _parse_with_our_flags,
         "validate_args": _check_first,
     }
@@ -289,7 +289,7 @@ def _partition(
     }
 
 
-def _log_without_padding(original: Callable[..., Any], flags: FlagConfig) -> Callable[..., Any]:
+def _log_what_is_known(original: Callable[..., Any], flags: FlagConfig) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -297,7 +297,8 @@ def _log_without_padding(original: Callable[..., Any], flags: FlagConfig) -> Cal
         given = signature.bind(*args, **kwargs)
         if flags.partitions_vocabulary and given.arguments["num_zeros_in_grad"]:
             given.arguments["num_zeros_in_grad"] -= _zeros_of_padding(flags.options)
-        return original(*given.args, **given.kwargs)
+        with heads.logging_known_rates():
+            return original(*given.args, **given.kwargs)
 
     return training_log
 

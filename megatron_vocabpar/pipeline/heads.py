@@ -160,7 +160,7 @@ def main_loss(
         call: the training script's call on the stage with the labels.
         losses: ``[1 + D, b, s]`` of all heads.
         training: log the losses of the further heads.
-        wins: ``[1 + D, b, s]``, 1 if the target is the most likely id; without it Megatron logs NaN of that.
+        wins: ``[1 + D, b, s]``, 1 if the target is the most likely id; without it Megatron counts NaN.
     """
     if len(losses) == 1:
         return losses[0]
@@ -189,6 +189,42 @@ def _acceptance_counts(wins: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         setattr(multi_token_prediction, _COUNTS, stock)
+
+
+@contextmanager
+def logging_known_rates() -> Iterator[None]:
+    """In this context Megatron leaves acceptance rates that nobody has counted out of its log."""
+    helper = multi_token_prediction.MTPLossLoggingHelper
+    stock = vars(helper)["track_mtp_metrics"]
+
+    def track_mtp_metrics(loss_scale: float, iteration: int, writer: Any, wandb: Any, *totals: Any) -> None:
+        known = [each and _KnownRates(each) for each in (writer, wandb)]
+        stock.__func__(loss_scale, iteration, *known, *totals)
+
+    helper.track_mtp_metrics = staticmethod(track_mtp_metrics)
+    try:
+        yield
+    finally:
+        helper.track_mtp_metrics = stock
+
+
+class _KnownRates:
+    """A writer of tensorboard, or wandb, that skips acceptance rates of NaN."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def add_scalar(self, tag: str, value: torch.Tensor, step: int) -> None:
+        if not _is_unknown_rate(tag, value):
+            self._writer.add_scalar(tag, value, step)
+
+    def log(self, values: dict[str, torch.Tensor], step: int) -> None:
+        if not any(_is_unknown_rate(tag, value) for tag, value in values.items()):
+            self._writer.log(values, step)
+
+
+def _is_unknown_rate(tag: str, value: torch.Tensor) -> bool:
+    return "acceptance_rate" in tag and bool(value.isnan())
 
 
 def _arguments(inner: Any, call: ModelCall) -> dict[str, Any]:
