@@ -90,6 +90,8 @@ _PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _CACHED_LOGITS = "megatron.training.distillation.cached_logits_loss"
+_CHECKPOINTING = "megatron.training.checkpointing"
+_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
 BINDINGS = (
     Binding(
@@ -211,6 +213,25 @@ BINDINGS = (
         "has buckets of gradients on the first pipeline rank alone; with W split off all ranks need them",
     ),
     Binding(
+        _CHECKPOINTING,
+        "_build_sharded_state_dict_metadata",
+        (),
+        "names the kind of an optimizer's state; here also whose buckets hold it, if it is by bucket",
+    ),
+    Binding(
+        _DISTRIBUTED_OPTIMIZER,
+        "DistributedOptimizer.sharded_state_dict",
+        (),
+        "reads that name; here refuses state of other buckets",
+    ),
+    Binding(
+        "megatron.core.optimizer.optimizer",
+        "ChainedOptimizer.sharded_state_dict",
+        (),
+        "likewise; later it asks whether the state is by bucket",
+        until="0.14",
+    ),
+    Binding(
         _TRAINING,
         "training_log",
         (),
@@ -318,6 +339,13 @@ SIGNATURES: Mapping[tuple[str, str], Mapping[str, Parameters]] = {
     (_LAYER_SPECS, "get_gpt_decoder_block_spec"): {
         "0.14": _names("config use_transformer_engine normalization qk_l2_norm vp_stage"),
         "0.15": _names("config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank"),
+    },
+    (_DISTRIBUTED_OPTIMIZER, "DistributedOptimizer.sharded_state_dict"): {
+        "0.14": _names("self model_sharded_state_dict is_loading sharding_type metadata"),
+    },
+    (_CHECKPOINTING, "_build_sharded_state_dict_metadata"): {
+        "0.14": ("args",),
+        "0.16": _names("args dp_cp_group"),
     },
     (_PARALLEL_STATE, "set_pipeline_model_parallel_rank"): {"0.14": ("rank",)},
     (_ARGUMENTS, "parse_args"): {"0.14": _names("extra_args_provider ignore_unknown_args")},

@@ -26,6 +26,7 @@ from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_sam
 from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.megatron_lm.rules.layouts import LINES
+from megatron_vocabpar.megatron_lm.saved_buckets import metadata_with_buckets, state_of_own_buckets
 from megatron_vocabpar.megatron_lm.saved_logits import SavedLogits, save_without_hooks
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.megatron_lm.stored_teacher import (
@@ -64,6 +65,9 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "LogitsSaverHooks.attach_hooks": save_without_hooks,
         "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
         "DistributedDataParallel.__init__": wrapped_in_buckets,
+        "_build_sharded_state_dict_metadata": metadata_with_buckets,
+        "DistributedOptimizer.sharded_state_dict": state_of_own_buckets,
+        "ChainedOptimizer.sharded_state_dict": state_of_own_buckets,
         "training_log": _log_what_is_known,
         "parse_args": _parse_with_our_flags,
         "validate_args": _check_first,
