@@ -5,6 +5,7 @@ what says so:
 
     verl    FUNCTIONS, LABELS, REFUSED here, labels.py     an error before the first model
     slime   the same, the slime row of weights.py          the same
+    all     SAVED here                                     an error when state by bucket is saved
     Bridge  WALKS of weights.py                            Bridge's error when it loads weights
             names and fields at the top of bridge.py       a warning for each field
 
@@ -49,6 +50,7 @@ _COPIES = {
     ),
     "convert_schedule_table_to_order": (),
     "get_overlap_moe_expert_parallel_comm_order": (),
+    "DistributedOptimizer.sharded_state_dict": (),
 }
 
 MEGATRON = tuple(
@@ -89,6 +91,22 @@ LABELS: dict[Binding, Callable[..., Any]] = {
 }
 """Functions of frameworks that make labels, and what makes our functions of them."""
 
+
+_BUILDER = "_build_sharded_state_dict_metadata"
+_SAVES = "names the kind of an optimizer's state; here also whose buckets hold it, if it is by bucket"
+
+SAVED = (
+    Binding("megatron.training.checkpointing", _BUILDER, (), _SAVES),  # for slime
+    Binding("megatron.bridge.training.checkpointing", _BUILDER, (), _SAVES),
+    Binding(
+        "verl.utils.checkpoint.megatron_checkpoint_manager",
+        f"MegatronCheckpointManager.{_BUILDER}",  # from v0.8 on; before, no state is by bucket
+        (),
+        _SAVES,
+    ),
+    Binding("swift.megatron.utils.megatron_lm_utils", "get_sharded_sd_metadata", (), _SAVES),
+)
+"""Functions that make the metadata of a checkpoint to save."""
 
 _NO_PATCH = "gives the model another forward or loss"
 

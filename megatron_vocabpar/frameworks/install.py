@@ -13,7 +13,15 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, answering, refusing
+from megatron_vocabpar.frameworks.bindings import (
+    FUNCTIONS,
+    LABELS,
+    MEGATRON,
+    REFUSED,
+    SAVED,
+    answering,
+    refusing,
+)
 from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE, Checks
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.swift import OF_SWIFT
@@ -24,6 +32,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv, spell
 from megatron_vocabpar.megatron_lm.patch import Patch, has_name, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
+from megatron_vocabpar.megatron_lm.saved_buckets import metadata_with_buckets, state_of_own_buckets
 from megatron_vocabpar.pipeline.options import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
 
@@ -84,6 +93,7 @@ def _of_frameworks(config: FlagConfig) -> Iterator[tuple[Binding, Callable[[Any]
     yield from ((binding, partial(refusing, binding)) for binding in REFUSED)
     yield from ((walk.binding, walk.on_whole_layers) for walk in WALKS)
     yield from ((binding, partial(make, config)) for binding, make in OF_SWIFT.items())
+    yield from ((binding, partial(metadata_with_buckets, config=config)) for binding in SAVED)
     checks = Checks(config)
     yield from ((UPDATE, checks.updating), (PROVIDE, checks.providing), (ADAPT, checks.adapting))
 
@@ -119,6 +129,8 @@ def _replacement(binding: Binding, original: Any, config: FlagConfig) -> Any:
             agree("flags and versions", facts, timedelta(minutes=5))
 
         return model_class(original, config, lambda vocab_size: (vocab_size, 1), compare)
+    if binding.name == "DistributedOptimizer.sharded_state_dict":
+        return state_of_own_buckets(original, config)
     if binding.name == "convert_schedule_table_to_order":
         return order_of_the_schedule(original, config)
     if binding.name == "get_overlap_moe_expert_parallel_comm_order":

@@ -22,19 +22,18 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 
 _KIND = "distrib_optim_sharding_type"
 _COMPARED = "vocab_parallel_buckets"
-"""In metadata that is handed on: whose buckets have been compared."""
+"""In metadata that one optimizer hands to another: whose buckets have been compared."""
 
 _BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
-_OURS = " by megatron_vocabpar with "
-_REMEDIES = {"dp_zero_gather_scatter": "--ckpt-fully-parallel-save"}
-_REMEDY = "--dist-ckpt-optim-fully-reshardable"
+_BY, _ELSEWHERE = " by megatron_vocabpar with ", "; to load it elsewhere, save it with "
+_STOCK = "stock Megatron, or a method that puts all layers where stock does"
 
 Metadata = Mapping[str, Any]
 """What Megatron saves with a checkpoint and hands to every ``sharded_state_dict``."""
 
 
 def buckets_of(config: FlagConfig, p: int, t: int, chunks: int) -> str:
-    """The method, and after a colon what decides which parameters lie in which bucket; empty if as in stock."""
+    """The method, and after a colon what decides which bucket has which parameters; empty for stock's."""
     shape = config.placement(p, chunks).shape
     if not config.partitions_vocabulary and shape == "standard":
         return ""
@@ -51,10 +50,10 @@ def marked(metadata: Metadata, own: str) -> Metadata:
     Args:
         own: ``buckets_of`` this training.
     """
-    kind = metadata.get(_KIND)
-    if not own or kind is None or kind in _BY_PARAMETER:
+    kind = metadata.get(_KIND, _BY_PARAMETER[0])
+    if not own or kind in _BY_PARAMETER:
         return metadata
-    return {**metadata, _KIND: f"{kind}{_OURS}{own}"}
+    return {**metadata, _KIND: f"{kind}{_BY}{own}{_ELSEWHERE}{_remedy(kind)}"}
 
 
 def compared(metadata: Metadata, own: str) -> Metadata:
@@ -67,19 +66,22 @@ def compared(metadata: Metadata, own: str) -> Metadata:
     Raises:
         ValueError: if the state is by bucket and its buckets are others; names both and the remedy.
     """
-    kind, _, theirs = (metadata.get(_KIND) or _BY_PARAMETER[0]).partition(_OURS)
+    kind, _, writer = metadata.get(_KIND, _BY_PARAMETER[0]).partition(_BY)
     if kind in _BY_PARAMETER or _COMPARED in metadata:
         return metadata
-    if _places(theirs) != _places(own):
+    writer = writer.partition(_ELSEWHERE)[0]
+    if _places(writer) != _places(own):
         raise ValueError(
-            f"the optimizer state of the checkpoint is by bucket ({kind}), and buckets hold other parameters "
-            f"here than where it was saved: saved by {theirs or _STOCK}; this is {own or _STOCK}. Save it there "
-            f"with {_REMEDIES.get(kind, _REMEDY)}, or load the weights alone with --no-load-optim or --finetune"
+            f"the optimizer state of the checkpoint is by bucket ({kind}), and its buckets hold other "
+            f"parameters than here. It was saved by {writer or _STOCK}. This is {own or _STOCK}. Use "
+            f"{_remedy(kind)} where it is saved, or load weights alone with --no-load-optim or --finetune"
         )
     return {**metadata, _KIND: kind, _COMPARED: own}
 
 
-_STOCK = "stock Megatron, or as stock places its layers"
+def _remedy(kind: str) -> str:
+    deprecated = kind == "dp_zero_gather_scatter"
+    return "--ckpt-fully-parallel-save" if deprecated else "--dist-ckpt-optim-fully-reshardable"
 
 
 def _places(buckets: str) -> str:

@@ -19,7 +19,7 @@ from megatron.core.models.gpt import gpt_model as gpt
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_vocabpar.frameworks import install as installing
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, refusing
+from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, SAVED, refusing
 from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
@@ -30,7 +30,7 @@ from megatron_vocabpar.megatron_lm.patch import has_name, original_of
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 
 OF_FRAMEWORKS = (
-    *(*FUNCTIONS, *LABELS, *REFUSED, UPDATE, PROVIDE, ADAPT),
+    *(*FUNCTIONS, *LABELS, *REFUSED, *SAVED, UPDATE, PROVIDE, ADAPT),
     *(walk.binding for walk in WALKS),
 )
 
@@ -40,7 +40,7 @@ def test_every_copy_is_reached_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
     for binding in (*filter(has_name, MEGATRON), *OF_FRAMEWORKS):
         original: Any = lambda *_: None  # noqa: E731
         if binding in MEGATRON:
-            original = getattr(importlib.import_module(binding.module), binding.name)
+            original = original_of(binding)
         for place, name in binding.places:
             if not place.startswith("megatron.core") and place != "__main__":
                 module = sys.modules.get(place)
