@@ -1,18 +1,22 @@
 """Checkpoints are standard: every layout goes on from every other one's, optimizer state included.
 
+But for the state of a distributed optimizer by bucket: it is refused where buckets hold other parameters.
+
 The vocabulary size is a prime number, so that shards have padding rows and global shapes differ.
 """
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.megatron_lm.training import Log, checkout, pretrain, words
-from tests.support.launch_options import EMBEDDINGS
+from tests.support.launch_options import CHUNKS, DISTRIBUTED, EMBEDDINGS
 from tests.support.saved_tensors import SAVED, STANDING_STILL, VOCAB_SIZE, tensors
 
 LAST = 5
@@ -31,11 +35,28 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "ours pp2 tp2": (OURS, {"pp": 2, "tp": 2}),
     "v-half whole": ((*V_HALF, "--vocab-parallel-method", "baseline"), {"pp": 2}),
     "by hand": ((*OURS, *words(BY_HAND)), {"pp": 2}),
+    "stock pp4": ((), {"pp": 4}),
+    "stock interleaved": (CHUNKS, {"pp": 2}),
+    "ours pp2": (OURS, {"pp": 2}),
+    "ours pp2 dp2": (OURS, {"pp": 2, "dp": 2}),
+    "vocab-1 zb-h1": (
+        (*OURS, *words("--vocab-parallel-method vocab-1 --vocab-parallel-family zb-h1")),
+        {"pp": 2},
+    ),
+    "naive": ((*OURS, *words("--vocab-parallel-method naive")), {"pp": 2}),
+    "interlaced": ((*OURS, *words("--vocab-parallel-method interlaced")), {"pp": 2}),
+    "whole interleaved": (
+        (*OURS, *words("--vocab-parallel-method baseline --vocab-parallel-family interleaved"), *CHUNKS),
+        {"pp": 2},
+    ),
+    "interleaved": ((*OURS, "--vocab-parallel-family", "interleaved", *CHUNKS), {"pp": 2}),
+    "v-zb pp2": ((*OURS, "--vocab-parallel-family", "v-zb", *CHUNKS), {"pp": 2}),
+    "auto": ((*OURS, "--vocab-parallel-family", "auto", *CHUNKS), {"pp": 2}),
 }
 FIVE = tuple(LAYOUTS)[:5]
 
 
-def run(layout: str, *options: str, until: int) -> Log:
+def run(layout: str, *options: str, until: int, **more: Any) -> Log:
     """Train and leave after iteration ``until``, as by an interruption: the plan is for 20 iterations."""
     flags, sizes = LAYOUTS[layout]
     return pretrain(
@@ -45,6 +66,7 @@ def run(layout: str, *options: str, until: int) -> Log:
         *options,
         vocab_size=VOCAB_SIZE,
         **sizes,
+        **more,
     )
 
 
@@ -138,3 +160,122 @@ def test_resumes_bitwise(folder: Path, layout: str) -> None:
     resumed = run(layout, *untied, "--load", str(saved(folder, layout, "untied")), until=LAST)
     assert resumed.losses == whole.losses[-(LAST - SAVED) :]
     assert resumed.norms == whole.norms[-(LAST - SAVED) :]
+
+
+HALF = "--bf16"
+"""Megatron loads no state by bucket in float32."""
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+
+
+def distributed(layout: str, *options: str, until: int, fails: bool = False) -> Log:
+    """``run`` with a distributed optimizer, which loads its state with Transformer Engine's Adam alone."""
+    untied = EMBEDDINGS["untied"]
+    return run(layout, *untied, DISTRIBUTED, *options, until=until, fails=fails, transformer_engine=True)
+
+
+@cache
+def whole(layout: str, *options: str) -> Log:
+    """Without an interruption."""
+    return distributed(layout, *options, until=LAST)
+
+
+@cache
+def by_bucket(folder: Path, layout: str) -> Path:
+    path = folder / f"{layout}-by-bucket".replace(" ", "-")
+    distributed(layout, HALF, "--save", str(path), until=SAVED)
+    return path
+
+
+OF_OURS = r"ValueError: the optimizer state of the checkpoint is by bucket \(dp_reshardable\)"
+OF_STOCK = (
+    r"Unknown sharding_type: dp_reshardable by megatron_vocabpar with {}: .*--dist-ckpt-optim-fully-resh"
+)
+BY_STOCK = f"{OF_OURS}.* saved by stock Megatron.* This is {{}}: .*--dist-ckpt-optim-fully-reshardable"
+SIZES = "mismatch|unpadded elements"
+"""Megatron's own errors, where sizes differ."""
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "refused"),
+    [
+        ("stock pp2", "ours pp2", BY_STOCK.format("vocab-2")),
+        ("ours pp2", "stock pp2", OF_STOCK.format("vocab-2")),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("stock pp2", "v-half whole", BY_STOCK.format("baseline")),
+                ("stock interleaved", "v-half whole", BY_STOCK.format("baseline")),
+                ("v-half whole", "stock interleaved", OF_STOCK.format("baseline")),
+                (
+                    "v-half whole",
+                    "v-half pp2",
+                    f"{OF_OURS}.* by baseline: whole.* This is vocab-2: partitioned",
+                ),
+                (
+                    "interleaved",
+                    "v-half pp2",
+                    f"{OF_OURS}.* standard placement.* This is .* vshape placement",
+                ),
+                ("auto", "interleaved", f"{OF_OURS}.* vshape placement.* This is .* standard placement"),
+                ("ours pp2", "whole interleaved", f"{OF_OURS}.* by vocab-2: .* This is stock Megatron"),
+                ("stock pp4", "ours pp4", BY_STOCK.format("vocab-2")),
+                ("ours pp4", "stock pp4", OF_STOCK.format("vocab-2")),
+                ("ours pp4", "v-half pp4", f"{OF_OURS}.* This is vocab-2"),
+                ("ours pp4", "ours pp2", SIZES),
+                ("stock pp2", "stock interleaved", SIZES),
+                ("ours pp2", "ours pp2 tp2", SIZES),
+            )
+        ),
+    ],
+)
+def test_other_buckets_are_refused(folder: Path, writer: str, reader: str, refused: str) -> None:
+    log = distributed(reader, HALF, "--load", str(by_bucket(folder, writer)), until=LAST, fails=True)
+    assert re.search(refused, log.text), log.text[-3000:]
+    assert "lm loss" not in log.scalars
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("ours pp2", "naive"),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("ours pp2", "vocab-1 zb-h1"),
+                ("ours pp2", "interlaced"),
+                ("ours pp2", "ours pp2 dp2"),
+                ("stock interleaved", "whole interleaved"),
+                ("whole interleaved", "stock interleaved"),
+                ("v-half pp2", "v-zb pp2"),
+                ("v-half pp2", "auto"),
+                ("auto", "v-zb pp2"),
+                ("ours pp4", "ours pp4"),
+                ("v-half whole", "v-half whole"),
+            )
+        ),
+    ],
+)
+def test_the_same_buckets_go_on(folder: Path, writer: str, reader: str) -> None:
+    log = distributed(reader, HALF, "--load", str(by_bucket(folder, writer)), until=LAST)
+    assert log.losses == pytest.approx(whole(writer, HALF).losses[SAVED:], rel=1e-5)
+    assert log.norms == pytest.approx(whole(writer, HALF).norms[SAVED:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ("stock pp2", "ours pp2", "stock pp2", "v-half pp2", "v-half whole"),
+        pytest.param(
+            ("stock pp4", "ours pp4", "stock pp4", "v-half pp4", "ours pp2"), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_reshardable_state_goes_on_through_all(folder: Path, chain: tuple[str, ...]) -> None:
+    """An iteration of each, and all equal those of the first alone."""
+    losses, norms, load = [], [], ()
+    for iteration, layout in enumerate(chain, 1):
+        path = str(folder / f"chain-{chain[0]}-{iteration}".replace(" ", "-"))
+        log = distributed(layout, RESHARDABLE, *load, "--save", path, until=iteration)
+        losses, norms, load = losses + log.losses, norms + log.norms, ("--load", path)
+    assert losses == pytest.approx(whole(chain[0]).losses, rel=1e-5)
+    assert norms == pytest.approx(whole(chain[0]).norms, rel=1e-4)
