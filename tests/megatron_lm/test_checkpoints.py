@@ -279,3 +279,12 @@ def test_reshardable_state_goes_on_through_all(folder: Path, chain: tuple[str, .
         losses, norms, load = losses + log.losses, norms + log.norms, ("--load", path)
     assert losses == pytest.approx(whole(chain[0]).losses, rel=1e-5)
     assert norms == pytest.approx(whole(chain[0]).norms, rel=1e-4)
+
+
+@pytest.mark.long
+def test_state_by_bucket_is_saved_again_for_others(folder: Path) -> None:
+    path = str(folder / "saved-again")
+    load = ("--load", str(by_bucket(folder, "ours pp2")))
+    distributed("ours pp2", HALF, RESHARDABLE, *load, "--save", path, until=SAVED + 1)
+    log = distributed("stock pp2", HALF, "--load", path, until=LAST)
+    assert log.losses == pytest.approx(whole("ours pp2", HALF).losses[SAVED + 1 :], rel=1e-5)
