@@ -258,7 +258,7 @@ def test_other_buckets_are_refused(folder: Path, writer: str, reader: str, refus
 def test_the_same_buckets_go_on(folder: Path, writer: str, reader: str) -> None:
     log = distributed(reader, HALF, "--load", str(by_bucket(folder, writer)), until=LAST)
     assert log.losses == pytest.approx(whole(writer, HALF).losses[SAVED:], rel=1e-5)
-    assert log.norms == pytest.approx(whole(writer, HALF).norms[SAVED:], rel=1e-5)
+    assert log.norms == pytest.approx(whole(writer, HALF).norms[SAVED:], rel=5e-4)
 
 
 @pytest.mark.parametrize(
