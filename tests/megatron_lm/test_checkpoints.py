@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron_lm.training import Log, checkout, pretrain, words
+from tests.megatron_lm.training import Log, checkout, is_since, pretrain, words
 from tests.support.launch_options import CHUNKS, DISTRIBUTED, EMBEDDINGS
 from tests.support.saved_tensors import SAVED, STANDING_STILL, VOCAB_SIZE, tensors
 
@@ -45,6 +45,10 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     ),
     "naive": ((*OURS, *words("--vocab-parallel-method naive")), {"pp": 2}),
     "interlaced": ((*OURS, *words("--vocab-parallel-method interlaced")), {"pp": 2}),
+    "whole zb-h1": (
+        (*OURS, *words("--vocab-parallel-method baseline --vocab-parallel-family zb-h1")),
+        {"pp": 2},
+    ),
     "whole interleaved": (
         (*OURS, *words("--vocab-parallel-method baseline --vocab-parallel-family interleaved"), *CHUNKS),
         {"pp": 2},
@@ -169,6 +173,8 @@ RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 def distributed(layout: str, *options: str, until: int, fails: bool = False) -> Log:
     """``run`` with a distributed optimizer, which loads its state with Transformer Engine's Adam alone."""
+    if layout == "stock interleaved" and not is_since("0.19"):
+        pytest.skip("stock's interleaved schedule gives NaN over gloo")
     untied = EMBEDDINGS["untied"]
     return run(layout, *untied, DISTRIBUTED, *options, until=until, fails=fails, transformer_engine=True)
 
@@ -244,6 +250,8 @@ def test_other_buckets_are_refused(folder: Path, writer: str, reader: str, refus
                 ("ours pp2", "vocab-1 zb-h1"),
                 ("ours pp2", "interlaced"),
                 ("ours pp2", "ours pp2 dp2"),
+                ("stock pp2", "whole zb-h1"),
+                ("whole zb-h1", "stock pp2"),
                 ("stock interleaved", "whole interleaved"),
                 ("whole interleaved", "stock interleaved"),
                 ("v-half pp2", "v-zb pp2"),
