@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "v-half whole": ((*V_HALF, "--vocab-parallel-method", "baseline"), {"pp": 2}),
     "by hand": ((*OURS, *words(BY_HAND)), {"pp": 2}),
     "stock pp4": ((), {"pp": 4}),
+    "stock pp2 tp2": ((), {"pp": 2, "tp": 2}),
     "stock interleaved": (CHUNKS, {"pp": 2}),
     "ours pp2": (OURS, {"pp": 2}),
     "ours pp2 dp2": (OURS, {"pp": 2, "dp": 2}),
@@ -209,6 +210,7 @@ SIZES = "mismatch|unpadded elements"
         *(
             pytest.param(*row, marks=pytest.mark.long)
             for row in (
+                ("stock pp2 tp2", "ours pp2 tp2", BY_STOCK.format("vocab-2")),
                 ("stock pp2", "v-half whole", BY_STOCK.format("baseline")),
                 ("stock interleaved", "v-half whole", BY_STOCK.format("baseline")),
                 ("v-half whole", "stock interleaved", OF_STOCK.format("baseline")),
