@@ -34,10 +34,15 @@ def measure_passes(config: TrainConfig, groups: VocabGroups, device: torch.devic
     """For every method that partitions the vocabulary, median ms of its passes, by name."""
     chunks = build_chunks(config, Placement(1), device)
     return {
-        name: dict(RankTimes.of(list(_iterations(name, config, chunks, groups, device))).passes)
+        name: _by_type(RankTimes.of(list(_iterations(name, config, chunks, groups, device))))
         for name, method in METHODS.items()
         if method.vocabulary_parallel
     }
+
+
+def _by_type(times: RankTimes) -> dict[str, float]:
+    """The rank has one stage."""
+    return {type_.value: ms for (type_, _), ms in times.passes.items()}
 
 
 def _iterations(
