@@ -17,8 +17,9 @@ from megatron_vocabpar.doctor.triton_spin import spin
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.numbers import Slopes, empty_softmax
 from megatron_vocabpar.layers.terms import LossTerms
+from tests.cases import rest_is_slow
 
-from .compiled import compile_launches
+from .compiled import compile_launches, driver
 
 P, H = 32768, 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -37,6 +38,13 @@ def check(capability: int, launch: Callable[[], object]) -> list[str]:
     assert [kernel.short_products() for kernel in kernels] == [[]] * len(kernels)
     assert not any(kernel.fuses for kernel in kernels)
     return [kernel.name for kernel in kernels]
+
+
+def test_nothing_of_the_pretended_driver_stays() -> None:
+    before = dict(vars(driver))
+    x, scale = torch.empty(2, 16), torch.empty(2)
+    assert compile_launches(90, lambda: dispatch.triton_kernels().scale_rows(x, scale))
+    assert vars(driver) == before
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -78,8 +86,10 @@ def test_exponentials(capability: int, dtype: str, columns: int, options: dict[s
     )
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("options", [{}, {"given": True}, {"kept": False}], ids=str)
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "options", rest_is_slow([{}, {"given": True}, {"kept": False}], {"given": True}), ids=str
+)
 def test_the_product_with_its_epilogue(
     capability: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

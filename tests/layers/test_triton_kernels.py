@@ -24,8 +24,10 @@ from megatron_vocabpar.layers.numbers import Slopes
 from megatron_vocabpar.layers.softmax_stats import softmax_place
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses import LazyLogits, vocab_logprobs_and_entropy
+from tests.cases import covering
 from tests.support.output_layer import SPLITS, TOLERANCE, V, batch
 from tests.support.triton_device import DEVICE, INTERPRETED, ROUNDING
+from tests.support.triton_device import pytestmark as pytestmark
 
 from . import reference as exact
 from .shards import METHODS, run
@@ -94,8 +96,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("n", "columns", "valid"), SHAPES)
-@pytest.mark.parametrize("storage", ROUNDING, ids=str)
+@covering((("n", "columns", "valid"), SHAPES), ("storage", ROUNDING))
 def test_exponentials(n: int, columns: int, valid: int, storage: torch.dtype) -> None:
     logits, target = rows(n, columns, 4.0)
     logits[:, valid:] = torch.nan
@@ -122,8 +123,7 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize("peak", PEAKS)
-@pytest.mark.parametrize("kept", [True, False])
+@covering(("peak", PEAKS), ("kept", [True, False]))
 def test_a_provisional_offset(peak: str, kept: bool) -> None:
     """bf16 takes it from the first 4096 ids of a row; one that is far too small makes it read the row again.
 
@@ -168,8 +168,7 @@ def test_a_given_offset(gap: float) -> None:
     check(*both(logits, target, 300, offset))
 
 
-@pytest.mark.parametrize("target", [0, 299, 150, -1], ids=["first", "last", "within", "ignored"])
-@pytest.mark.parametrize("storage", ROUNDING, ids=str)
+@covering(("target", [0, 299, 150, -1]), ("storage", ROUNDING))
 def test_all_targets_alike(target: int, storage: torch.dtype) -> None:
     """All tokens have the same target, or none has one here."""
     logits, _ = rows(6, 300, 4.0)
@@ -268,9 +267,9 @@ def some_stats(ranks: int, n: int) -> Tensor:
     return stats
 
 
-@pytest.mark.parametrize("softcap", [False, True])
-@pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize(("ranks", "n"), [(1, 1), (3, 300), (8, 128), (2, 0)])
+@covering(
+    ("softcap", [False, True]), ("lse", [False, True]), (("ranks", "n"), [(1, 1), (3, 300), (8, 128), (2, 0)])
+)
 def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) -> None:
     stats = some_stats(ranks, n)
     kernels = dispatch.triton_kernels()
@@ -327,8 +326,7 @@ def test_tolerances_do_not_depend_on_fused_operations(monkeypatch: pytest.Monkey
     assert roundings
 
 
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize(("n", "hidden"), [(1, 1), (3, 5), (4, 1025), (0, 4)])
+@covering(("dtype", ROUNDING), (("n", "hidden"), [(1, 1), (3, 5), (4, 1025), (0, 4)]))
 def test_scale_rows(n: int, hidden: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, scale = torch.randn(n, hidden, generator=generator).to(dtype), torch.rand(n, generator=generator)
@@ -337,8 +335,9 @@ def test_scale_rows(n: int, hidden: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.cpu(), reference.scale_rows(x, scale), rtol=ROUNDING[dtype], atol=0)
 
 
-@pytest.mark.parametrize(("n", "hidden"), [(1, 1), (5, 1025), (2050, 3)])
-@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-9, 0.3, 1.0, 1e20, 1e36])
+@covering(
+    ("size", [0.0, 1e-30, 1e-9, 0.3, 1.0, 1e20, 1e36]), (("n", "hidden"), [(1, 1), (5, 1025), (2050, 3)])
+)
 def test_lift(n: int, hidden: int, size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, hidden, generator=generator).half()
@@ -352,10 +351,13 @@ def test_lift(n: int, hidden: int, size: float) -> None:
     assert dispatch.triton_kernels().lift(x.bfloat16(), scale) == (scale, None)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("repeats", ["none", "some", "all"])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("count", "hidden"), [(1, 1), (70, 5), (33, 300)])
+@covering(
+    ("out_dtype", [torch.float32, torch.bfloat16]),
+    ("repeats", ["none", "some", "all"]),
+    ("scaled", [False, True]),
+    (("count", "hidden"), [(1, 1), (70, 5), (33, 300)]),
+    pairs=True,
+)
 def test_scatter_add_rows(
     out_dtype: torch.dtype, repeats: str, scaled: bool, count: int, hidden: int
 ) -> None:
@@ -391,9 +393,11 @@ def test_scatter_of_chosen_rows_in_a_known_order() -> None:
         assert torch.equal(got.cpu(), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("split", ["uneven", "all-padding shards"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@covering(
+    ("method", METHODS),
+    ("split", ["uneven", "all-padding shards"]),
+    ("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+)
 def test_the_layer_with_triton_kernels(method: str, split: str, dtype: torch.dtype) -> None:
     """The products in PyTorch, everything between them in the kernels, against float64."""
     x, weight, targets, g = batch(dtype)

@@ -27,6 +27,7 @@ from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
+from tests.cases import covering
 from tests.support.output_layer import TOLERANCE, V, batch
 from tests.support.triton_device import DEVICE, INTERPRETED, ROUNDING
 from tests.support.triton_device import pytestmark as pytestmark
@@ -127,8 +128,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("n", "hidden", "columns", "valid"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@covering((("n", "hidden", "columns", "valid"), SHAPES), ("dtype", DTYPES))
 def test_the_product_with_its_epilogue(
     n: int, hidden: int, columns: int, valid: int, dtype: torch.dtype
 ) -> None:
@@ -166,8 +166,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@covering(("change", CHANGES), ("dtype", DTYPES))
 def test_a_provisional_offset(change: str, dtype: torch.dtype) -> None:
     """Rows far above their first ids get their own offset; it changes nothing in the rows beside them."""
     x, weight, target = operands(35, 32, 208, dtype)
@@ -221,8 +220,7 @@ def test_undefined_logits_are_not_hidden(special: float) -> None:
     assert got.s_rest[:2].isfinite().all()
 
 
-@pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
-@pytest.mark.parametrize("recompute", [False, True])
+@covering(("method", ["vocab-1", "vocab-2"]), ("recompute", [False, True]))
 def test_the_layer_with_the_fused_kernel(method: str, recompute: bool) -> None:
     """Both passes of every shard against float64, with exponentials kept or computed again."""
     dtype = torch.bfloat16

@@ -12,7 +12,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or the interpreter"),
+    pytest.mark.skipif(
+        DEVICE == "cpu" and not INTERPRETED, reason="runs in the interpreter, by another test"
+    ),
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
 
