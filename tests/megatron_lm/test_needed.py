@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_vocabpar.megatron_lm.needed import lacking, remedy
+from tests.megatron_lm.training import Ranks
 
 FILES = {
     "pretrain_gpt.py": "import json, torch\nfrom builders import build\nfrom megatron.core import first\n",
@@ -30,3 +34,14 @@ def test_what_a_script_needs_is_followed_through_its_files(tmp_path: Path) -> No
     (tmp_path / "builders.py").write_text("")
     (tmp_path / "megatron/other/third.py").write_text("")
     assert remedy(tmp_path) == ""
+
+
+def test_a_training_of_the_tests_says_what_its_interpreter_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(tmp_path, None)
+    program = "import sys; sys.stdin.readline(); import no_library"
+    monkeypatch.setattr(ranks, "_command", [sys.executable, "-c", program])
+    succeeded, text = ranks.run(1, [])
+    assert not succeeded
+    assert text.endswith("ModuleNotFoundError: No module named 'no_library'\n")

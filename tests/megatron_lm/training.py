@@ -243,6 +243,7 @@ class Ranks:
         self._command = [sys.executable, "-m", "tests.megatron_lm.ranks", *map(str, folders)]
         self._environment = _environment(megatron)
         self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         atexit.register(self.end)
 
     def run(self, processes: int, command: list[str]) -> tuple[bool, str]:
@@ -253,6 +254,7 @@ class Ranks:
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=self._errors,
                 text=True,
                 start_new_session=True,
             )
@@ -266,11 +268,12 @@ class Ranks:
             codes, failed = "", f"no end after {_SECONDS} s"
             if select.select([self._process.stdout], [], [], _SECONDS)[0]:
                 codes = self._process.stdout.readline()
-                failed = f"{self._command} has ended; its standard error says why"
+                failed = f"{self._command} has ended:"
             text = output.read()
         if not codes:
             self.end()
-            return False, f"{text}\n{failed}"
+            self._errors.seek(0)
+            return False, f"{text}\n{failed}\n{self._errors.read()[-3000:]}"
         return not any(json.loads(codes)), f"{text}\nexit statuses: {codes}"
 
     def end(self) -> None:
