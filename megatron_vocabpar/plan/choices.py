@@ -43,7 +43,7 @@ from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.play.residence import busy_share
 from megatron_vocabpar.schedule.simulate import Simulation
-from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import (
     BASELINE,
     INTERLACED,
@@ -174,12 +174,10 @@ def played(
     Raises:
         ValueError: if it cannot run.
     """
-    job, most = request.job, request.max_activations
+    job = request.job
     m = min(job.m, microbatches or request.few)
     costs = costs_of(request, layers)
-    problem = Problem.of(
-        PlanRequest(method=method, p=job.p, m=m, family=family, costs=costs, max_activations=most)
-    )
+    problem = _problem(request, method, family, costs, m)
     each, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
     after_ms = _after_ms(request, method, family, layers)
     least_ms = job.m * max(each) + after_ms  # most often this suffices, and it is quick
@@ -203,6 +201,12 @@ def played(
     use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
     lengths_ms = priced_ms(request, length_ms, layers_share, use)
     return replace(choice, iteration_ms=lengths_ms[0] + after_ms, other_ms=lengths_ms[-1] + after_ms, use=use)
+
+
+def _problem(request: Request, method: str | Method, family: Family, costs: PassCosts, m: int) -> Problem:
+    """The order of passes to find for ``m`` microbatches."""
+    p, most = request.job.p, request.max_activations
+    return Problem.of(PlanRequest(method=method, p=p, m=m, family=family, costs=costs, max_activations=most))
 
 
 def _too_long(method: Method, family: Family, layers: tuple[int, ...], least_ms: float) -> Choice:
@@ -247,9 +251,9 @@ def in_full(request: Request, choice: Choice, below_ms: float = inf) -> Choice:
     """
     if choice.method == STOCK:
         return stock_in_full(request, choice)
-    job, family = request.job, family_named(choice.family)
+    family = family_named(choice.family)
     costs = costs_of(request, choice.layers)
-    problem = Problem.of(PlanRequest(method=choice.method, p=job.p, m=job.m, family=family, costs=costs))
+    problem = _problem(request, choice.method, family, costs, request.job.m)
     schedule = problem.best(TRIAL_PASSES)
     program, late = lower(schedule, costs), NONE_LATE
     if below_ms < inf:

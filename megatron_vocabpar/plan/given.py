@@ -15,6 +15,7 @@ from megatron_vocabpar.schedule.data.schema import text_of
 _MOST_DIGITS = 18
 _SETS = re.compile(r"^\s*(?:export\s+|local\s+)?(\w+)=[\"']?([^\s\"'()]+)[\"']?\s*(?:#.*)?$", re.MULTILINE)
 _DEFAULT = re.compile(r"\$\{\w+:-([^${}]*)\}")  # ``${GPUS:-8}``
+_QUOTED = re.compile(r"\((?!\(*\[)|\)(?!\)*\*)|[\"']")  # quotes, and brackets but those of ``([1]*3+[0])*2``
 _MOST_NESTED = 8  # variables inside the value of a variable
 
 
@@ -31,15 +32,9 @@ class Given:
     @staticmethod
     def of(args: Any) -> Given:
         """Megatron's parsed arguments as the planner reads those of a command line."""
-        words = {name.replace("_", "-"): value for name, value in vars(args).items()}
-        listed = {
-            name: " ".join(map(str, value))
-            for name, value in words.items()
-            if isinstance(value, list | tuple)
-        }
         values = {
-            name: "" if value is True else str(value)
-            for name, value in (words | listed).items()
+            name.replace("_", "-"): _typed(value)
+            for name, value in vars(args).items()
             if value is not None and value is not False
         }
         return Given(values, "Megatron's arguments")
@@ -68,6 +63,15 @@ class Given:
         return [f"Not used by the plan, nor in its launch line: {flags}."] if flags else []
 
 
+def _typed(value: Any) -> str:
+    """A parsed value as it is typed: a pattern such as ``[0]*3+[1]`` as ``[0,0,0,1]``, a window as ``127,0``."""
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return f"[{','.join(map(str, value))}]"
+    if isinstance(value, list | tuple):
+        return (" " if isinstance(value, list) else ",").join(map(str, value))
+    return "" if value is True else str(value)
+
+
 def read_words(words: Sequence[str]) -> dict[str, str]:
     """The flags among ``words``; if a name occurs twice, the last counts, as in Megatron's parser."""
     flags: dict[str, str] = {}
@@ -91,4 +95,4 @@ def read_script(path: str) -> dict[str, str]:
     values = dict(_SETS.findall(text))
     for _ in range(_MOST_NESTED):
         text = re.sub(r"\$\{?(\w+)\}?", lambda match: values.get(match[1], match[0]), text)
-    return read_words(re.sub(r"[()\"']", " ", text).split())
+    return read_words(_QUOTED.sub(" ", text).split())

@@ -7,6 +7,7 @@ Next: ``links.py``.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,7 +81,7 @@ def model_from_arguments(given: Given) -> Model:
         expert_ffn=number("moe-ffn-hidden-size", ffn) if experts else 0,
         shared_ffn=number("moe-shared-expert-intermediate-size", 0) if experts else 0,
         routed_groups=number("moe-router-group-topk", 0),
-        dense_layers=_dense_layers(given.text("moe-layer-freq")) if experts else 0,
+        dense_layers=_dense_layers(given, len(parts) or number("num-layers")) if experts else 0,
         window=window,
         windowed=windowed,
         latent=_latent(given, written),
@@ -150,9 +151,37 @@ def _quoted(text: str) -> str:
     return f"'{text}'" if set(text) & set("[]()*,") else text
 
 
-def _dense_layers(pattern: str) -> int:
-    """Layers without experts in Megatron's ``[0]*3+[1]*58``."""
-    return sum(int(count) for count in re.findall(r"\[0\]\*(\d+)", pattern))
+def _dense_layers(given: Given, layers: int) -> int:
+    """Layers without experts: of ``[0]*3+[1]*58`` three, of 2, which gives every second layer some, half."""
+    name = "moe-layer-freq"
+    pattern = given.text(name, "1")
+    if "[" not in pattern:
+        return layers - -(-layers // given.number(name, 1))
+    try:
+        dense, listed = _zeros(ast.parse(pattern, mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError):
+        listed = 0
+    if listed != layers:
+        raise ValueError(
+            f"{given.source}: --{name} {pattern[:40]} is no list of {layers} layers; write one such as "
+            f"[0]*1+[1]*{layers - 1}"
+        )
+    return dense
+
+
+def _zeros(pattern: ast.expr) -> tuple[int, int]:
+    """The zeros, and all numbers, in lists that are added and repeated."""
+    match pattern:
+        case ast.List(elts=numbers):
+            listed = [number.value for number in numbers if isinstance(number, ast.Constant)]
+            return listed.count(0), len(listed)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            (zeros, length), (more, further) = _zeros(left), _zeros(right)
+            return zeros + more, length + further
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            zeros, length = _zeros(left)
+            return zeros * times, length * times
+    raise TypeError
 
 
 # The planner's options that replace a flag of Megatron's.

@@ -10,7 +10,7 @@ import pytest
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
-from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of
+from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of, in_full
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts
@@ -65,6 +65,15 @@ def test_a_gemma_like_request_with_room_and_without() -> None:
     first = check_best(roomy, methods, SOME)
     second = check_best(replace(roomy, limit_gib=first.peak_gib - 1.0), methods, SOME)
     assert (first.name, second.name) == ("vocab-1 in interleaved", "vocab-2 in interleaved")
+
+
+def test_a_cap_holds_in_the_whole_schedule_as_in_its_first_microbatches() -> None:
+    asked = replace(request("llama-3.1-8b", 32, 139.0, m=24), max_activations=3.0)
+    quick = choice_of(asked, "vocab-2", "zb-h1")
+    full, uncapped = (in_full(replace(asked, max_activations=most), quick) for most in (3.0, None))
+    assert full.peak_gib == pytest.approx(quick.peak_gib)
+    assert full.peak_gib < uncapped.peak_gib
+    assert full.iteration_ms > uncapped.iteration_ms
 
 
 def test_the_best_is_the_fastest_that_fits_of_those_simulated_in_full() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -12,7 +13,12 @@ from click.testing import CliRunner, Result
 from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.job import RECOMPUTE
-from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus, overruled
+from megatron_vocabpar.plan.read_arguments import (
+    job_from_arguments,
+    model_from_arguments,
+    other_gpus,
+    overruled,
+)
 
 MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 32000 "
@@ -171,3 +177,39 @@ def test_a_preset_takes_arguments_of_the_job() -> None:
     data = json.loads(result.output)
     assert (data["job"]["c"], data["job"]["p"]) == (2, 4)
     assert "--context-parallel-size 2" in data["launch"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "parsed", "dense"),
+    [
+        ("[0]*3+[1]*5", [0, 0, 0, 1, 1, 1, 1, 1], 3),
+        ("([1]*3+[0])*2", [1, 1, 1, 0, 1, 1, 1, 0], 2),
+        ("[0,0]+[1]*6", [0, 0, 1, 1, 1, 1, 1, 1], 2),
+        ("3", 3, 5),
+        (None, 1, 0),
+    ],
+)
+def test_layers_without_experts_as_typed_and_as_parsed(
+    typed: str | None, parsed: object, dense: int, tmp_path: Path
+) -> None:
+    words = f"{MODEL} --num-experts 4 --window-size 127,0 --window-attn-skip-freq [1,1,1,0]*2"
+    words += f" --moe-layer-freq {typed}" if typed else ""
+    (tmp_path / "train.sh").write_text(words.replace("(", "'(").replace(")*2", ")*2'"))
+    args = SimpleNamespace(
+        **{name.replace("-", "_"): value or True for name, value in read_words(MODEL.split()).items()},
+        num_experts=4, moe_layer_freq=parsed, window_size=(127, 0), window_attn_skip_freq=[1, 1, 1, 0] * 2,
+    )  # fmt: skip
+    for given in (
+        Given(read_words(words.split()), "here"),
+        Given(read_script(str(tmp_path / "train.sh")), "here"),
+        Given.of(args),
+    ):
+        model = model_from_arguments(given)
+        assert (model.dense_layers, model.window, model.windowed) == (dense, 128, 0.75)
+
+
+@pytest.mark.parametrize("pattern", ["[0]*3+[1]*4", "[0]**8", "[[0]]*8", "[0", "[0]*x", "[x]*8"])
+def test_a_list_of_other_layers_is_refused(pattern: str) -> None:
+    words = f"{MODEL} --num-experts 4 --moe-layer-freq {pattern}"
+    with pytest.raises(ValueError, match=r"here: --moe-layer-freq .* list of 8 layers; write .*\[1\]\*7$"):
+        model_from_arguments(Given(read_words(words.split()), "here"))
