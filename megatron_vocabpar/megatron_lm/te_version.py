@@ -1,18 +1,20 @@
-"""Which Transformer Engine a Megatron names, and whether that one is installed; standard library only.
+"""Which Transformer Engine a Megatron names, and whether that one is installed.
 
 Neither is imported. Used by ``vocabpar doctor``.
 """
 
 from __future__ import annotations
 
-import operator
 import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 _NAME = "transformer-engine"
+_BUILD = re.compile(r"\+[\w.]+")
 _REQUIREMENT = re.compile(r"transformer-engine(?:\[[^\]]*\])?\s*([^;]*)")
 
 
@@ -47,12 +49,8 @@ def named_by(megatron: Path) -> tuple[str, str]:
 
 
 def agrees(version: str, bounds: str) -> bool:
-    """Whether a version lies in these bounds, by its numbers alone: 2.9.0 is in ``>=2.9.0a0,<2.12.0``."""
-    tests = {">=": operator.ge, "<": operator.lt, "==": operator.eq}
-    return all(
-        tests[sign](_numbers(version), _numbers(bound))
-        for sign, bound in re.findall(r"(>=|<|==)\s*([^,\s]+)", bounds)
-    )
+    """Whether a version lies in these bounds, whatever its build: 2.17.1 is ``==2.17.1+4329ff84``."""
+    return SpecifierSet(_BUILD.sub("", bounds)).contains(_BUILD.sub("", version), prereleases=True)
 
 
 def line(version: str | None, bounds: str, revision: str) -> str:
@@ -70,9 +68,3 @@ def line(version: str | None, bounds: str, revision: str) -> str:
 def _bounds(requirements: list[str]) -> str:
     matches = (_REQUIREMENT.fullmatch(each.partition(";")[0].strip()) for each in requirements)
     return next((match[1].strip() for match in matches if match and match[1]), "")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The first three: of ``2.17.1+4329ff84`` 2, 17, 1; of ``2.9`` 2, 9, 0."""
-    numbers = [int(part) for part in re.findall(r"\d+", text.partition("+")[0].partition("a")[0])]
-    return (*numbers, 0, 0, 0)[:3]

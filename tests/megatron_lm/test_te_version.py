@@ -56,6 +56,12 @@ def test_what_a_megatron_names(tmp_path: Path, file: str, text: str, bounds: str
         ("2.10.0", ">=2.9.0a0,<2.12.0", True),
         ("2.17.1", "==2.17.1+4329ff84", True),
         ("2.17.0", "==2.17.1+4329ff84", False),
+        ("2.11.0", "<=2.11.0", True),
+        ("2.11.0", ">2.11.0", False),
+        ("2.11.5", "~=2.11.0", True),
+        ("2.12.0", "~=2.11.0", False),
+        ("2.11.0", ">=2.9,!=2.11.0", False),
+        ("2.11.0", "==2.11.*", True),
     ],
 )
 def test_versions_in_bounds(found: str, bounds: str, expected: bool) -> None:
