@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar.cli.plan import NOTHING_FITS, check, given_of, hardware_of, model_of, of_a_job
-from megatron_vocabpar.megatron_lm.layouts import layers_of
+from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.job import refused
@@ -54,6 +54,7 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
     choice, layout = min(fitting or tried, key=lambda one: one[0].iteration_ms)
     choice = stock_in_full(request if fitting else unlimited, choice)
     layout = layout._replace(layers=choice.layers)
+    ours = best_of(request, all_choices(request))  # what cannot be is refused before anything is told
     click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
     click.echo(_told(request, choice, layout))
     click.echo(" ".join(choice.flags) or "no flag: the layers are even")
@@ -61,7 +62,6 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
         found = stock_choice(request, checked, False)
         far = found.iteration_ms / choice.iteration_ms - 1.0
         click.echo(f"{given_layout}: {_told(request, found, checked)}; {far:+.1%}")
-    ours = best_of(request, all_choices(request))
     if ours is not None:
         click.echo(f"this package's {ours.name}: {_figures(ours)}")
     if not fitting:
@@ -69,12 +69,29 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
 
 
 def _checked(request: Request, layout: str) -> Layout:
-    counts, wanted = layers_of(layout), request.model.layers
-    chunks, left = divmod(len(counts), request.job.p)
-    if left or sum(counts) != wanted:
+    """The layout, if Megatron takes it.
+
+    Raises:
+        ValueError: if it has other layers, or has them where Megatron does not.
+    """
+    model, p = request.model, request.job.p
+    counts = layers_of(layout)
+    chunks, left = divmod(len(counts), p)
+    if model.pattern:
         raise ValueError(
-            f"--check {layout}: {sum(counts)} layers on {len(counts)} stages; give {wanted} layers on a "
-            f"multiple of {request.job.p} stages"
+            f"--check {layout}: bars in its pattern place the layers of {model.name}; leave it out"
+        )
+    if order := other_order(layout, model.layers, model.mtp_depths):
+        raise ValueError(
+            f"--check {layout}: in order it has {order.given}, but {model.name} has {order.wanted}; write "
+            "these letters, with | between stages"
+        )
+    if left:
+        raise ValueError(f"--check {layout}: {len(counts)} stages; give a multiple of {p}")
+    if heads_elsewhere(layout, p):
+        raise ValueError(
+            f"--check {layout}: Megatron keeps all m together, in the last model chunk of a rank; write them "
+            f"into one of the last {p} stages"
         )
     return Layout("the given layout", chunks, counts, ())
 

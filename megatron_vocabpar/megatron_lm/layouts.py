@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.pipeline.rules.facts import Facts
@@ -48,15 +49,39 @@ def layers_of(layout: str) -> tuple[int, ...]:
 
 
 def expanded(layout: str) -> str:
-    """A layout with its repetitions written out."""
+    """A layout with its repetitions written out: ``(t*2|)*2`` is ``tt|tt|``.
+
+    Groups are not nested, as in Megatron: what it cannot read stays as it is.
+    """
     layout = layout.replace(",", "")
-    repeated = re.compile(r"(?:\(([^()*]*)\)|(\w|\|))\*(\d+)")
-    while "*" in layout:  # innermost first: (t*2|)*2 is (tt|)*2 is tt|tt|
-        longer = repeated.sub(lambda match: (match[1] or match[2]) * int(match[3]), layout)
-        if longer == layout:
-            break
-        layout = longer
+    for repeated in (r"\(([^()]+)\)\*(\d+)", r"(\w|\|)\*(\d+)"):
+        layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout)
     return layout
+
+
+class Order(NamedTuple):
+    """The layers of a layout in order, and those of the model: ``E t*7 L`` and ``E t*8 L``."""
+
+    given: str
+    wanted: str
+
+
+def other_order(layout: str, layers: int, heads: int) -> Order | None:
+    """What a layout has in the place of the model's layers and heads; None if it has these."""
+    given, wanted = expanded(layout).replace("|", ""), f"E{'t' * layers}{'m' * heads}L"
+    return None if given == wanted else Order(_counted(given), _counted(wanted))
+
+
+def _counted(letters: str) -> str:
+    runs = [(letter if letter.strip() else "a blank", len(list(same))) for letter, same in groupby(letters)]
+    return " ".join(f"{letter}*{count}" if count > 1 else letter for letter, count in runs) or "nothing"
+
+
+def heads_elsewhere(layout: str, p: int) -> bool:
+    """Whether heads are on several stages, or on one that is not its rank's last chunk."""
+    stages = expanded(layout).split("|")
+    holding = [stage for stage, layers in enumerate(stages) if "m" in layers]
+    return bool(holding) and (len(holding) > 1 or holding[0] < len(stages) - p)
 
 
 def has_separate_heads(args: Any) -> bool:

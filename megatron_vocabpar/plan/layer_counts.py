@@ -71,7 +71,8 @@ def _ways(request: Request, method: Method, family: Family) -> list[tuple[int, .
     if family.name != "1f1b" and p < 2:
         raise ValueError("needs at least two stages")
     if layers < p * family.chunks:
-        raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages")
+        most = layers // family.chunks
+        raise ValueError(f"{layers} layers cannot fill {p * family.chunks} stages; give --pp {most} or less")
     costs = request.costs()
     if method.name == REDIS and p > 1:
         return [with_final_stage(layers, p, _redistributed(costs, p, layers)[-1])]

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.megatron_lm.layouts import layers_of
+from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
 
 MODEL = ("--preset", "llama-3.2-3b", "--pp", "4", "--microbatches", "8")
 
@@ -39,7 +39,11 @@ def test_a_worse_layout_is_told_how_far_it_is() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--check", "Ett|ttL"), "4 layers on 2 stages; give 28 layers on a multiple of 4 stages"),
+        (
+            ("--check", "Ett|ttL"),
+            "in order it has E t*4 L, but llama-3.2-3b has E t*28 L; write these letters",
+        ),
+        (("--check", "Et*9|t*9|t*10L"), "Et*9|t*9|t*10L: 3 stages; give a multiple of 4"),
         (("--tp", "5"), "tensor parallel size 5 does not divide the 24 attention heads"),
         (("--chunks", "24"), "no layout of 28 layers has 24 chunks on each of 4 ranks"),
     ],
@@ -48,6 +52,48 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None
     done = run(*words)
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_more_stages_than_layers_are_one_error() -> None:
+    done = CliRunner().invoke(main, ["layout", "--preset", "llama-3.1-8b", "--pp", "33"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "vocabpar layout: error: 32 layers cannot fill 33 stages; give --pp 32 or less\n"
+
+
+GOOD = (
+    "Et*7|t*7|t*7|t*7mL",
+    "Et*14|(t*7|)*2mL",
+    "Et*7|t*7|t*14|mL",
+    "Et*7|t*7|t*14,m|L",
+    "E|t*9|t*10|t*9|||m|L",
+)
+BAD = (
+    "Et*7|t*7|t*7|t*7m", "Et*7|t*7|t*7|t*7mLL", "Et*7|t*7|t*7L|t*7mL", "EEt*7|t*7|t*7|t*7mL", "t*7|t*7|t*7|t*7mL",
+    "Et*7|t*7|t*7|t*7L", "Et*7|t*7|t*7|t*7mmL", "Et*7|t*7|t*7|mt*7L", "Et*7|t*7|t*7|t*6mtL", "Et*7|t*7|t*7|t*7Lm",
+    "Et*7 |t*7|t*7|t*7mL", " Et*7|t*7|t*7|t*7mL", "Et*7|t*7|t*7|t*6mL", "Et*7|t*7|t*14mL", "Et*7|t*7|t*7|x*7mL",
+    "Et*7|t*7|((t*7|)*1)*1mL", "Et*2*3t|t*7|t*7|t*7mL", "Et*7|(t*7|t*7|t*7mL", "E|t*9|t*10m|t*9||||L", "|", "E",
+    "E|t*9|t*10|t*9m||||L",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [*GOOD, *BAD])
+def test_a_given_layout_is_judged_as_by_megatron(layout: str) -> None:
+    module = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    try:
+        module.PipelineParallelLayerLayout(layout, 4).validate_layer_layout(28, 1)
+        takes = True
+    except AssertionError:
+        takes = False
+    assert takes == (layout in GOOD)
+    found = other_order(layout, 28, 1) or heads_elsewhere(layout, 4) or len(layers_of(layout)) % 4
+    assert takes == (not found)
+
+
+def test_a_model_with_a_head_has_it_in_its_layout() -> None:
+    asked = ("--mtp-depths", "1", "--chunks", "1", "--check")
+    good, bad = run(*asked, GOOD[0]), run(*asked, "Et*7|t*7|t*7|t*7L")
+    assert (good.exit_code, bad.exit_code, bad.stdout) == (0, 2, "")
+    assert "has E t*28 L, but llama-3.2-3b has E t*28 m L" in bad.stderr
 
 
 def test_where_nothing_fits_the_fastest_is_told() -> None:

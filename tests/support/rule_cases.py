@@ -99,7 +99,7 @@ IN_PAIRS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"mtp_num_layers": 2}, "use --mtp-num-layers 1"),
     ({"mtp_num_layers": 1, "moe_layer_freq": [1] * 15 + [0]}, "give the last layer of --moe-layer-freq"),
     ({"mtp_num_layers": 1, "moe_layer_freq": 2}, "give the last layer of --moe-layer-freq"),
-    (SEPARATE_IN_CHUNKS, "before the last stage have not been run in pairs; put m before L"),
+    (SEPARATE_IN_CHUNKS, "before the last stage have not been run in pairs; write m into the"),
     ({"hybrid_layer_pattern": "|".join(["*E"] * 8)}, "use pretrain_gpt.py, or leave it out"),
     (LOCAL_GRAPHS, "transformer_engine alone have been run in pairs; use that"),
     ({"cuda_graph_impl": "transformer_engine", "fp4": "e2m1"}, "leave out --cuda-graph-impl or --fp4"),
@@ -145,6 +145,31 @@ OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("v-zb", TWO | {"num_layers": 12}, "12 layers do not divide into 2 model chunks on each of 4 ranks"),
     ("v-zb", TWO | {"num_layers": 8, "decoder_first_pipeline_num_layers": 1}, "7 layers do not divide"),
     (
+        "1f1b",
+        {"num_layers": 8, "pipeline_model_parallel_size": 1, "decoder_last_pipeline_num_layers": 3},
+        "--num-layers 8 with --decoder-last-pipeline-num-layers: 5 layers are left, and no rank for them; le",
+    ),
+    (
+        "v-zb",
+        TWO | {"num_layers": 8, "pipeline_model_parallel_size": 1, "decoder_first_pipeline_num_layers": 2},
+        "with --decoder-first-pipeline-num-layers: 6 layers are left, and no rank for them; leave out -",
+    ),
+    (
+        "1f1b",
+        {"num_layers": 8, "decoder_last_pipeline_num_layers": 8},
+        "no layer is left for 3 ranks; leave out --decoder-last-pipeline-num-layers",
+    ),
+    (
+        "1f1b",
+        {
+            "num_layers": 8,
+            "pipeline_model_parallel_size": 1,
+            **{f"decoder_{end}_pipeline_num_layers": 4 for end in ("first", "last")},
+        },
+        "-pipeline-num-layers: there are not as many layers or ranks; leave out --decoder-first-",
+    ),
+    ("v-half", TWO | {"num_layers": 16, "decoder_first_pipeline_num_layers": 1}, "15 layers do not divide"),
+    (
         "v-min",
         TWO | {"pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
         "--no-overlap-p2p-communication: Megatron refuses it",
@@ -172,7 +197,11 @@ OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|tm|||||L"},
         "m in .* all m together, in the last model chunk of a rank; write them into one of the last 4 st",
     ),
-    ("v-half", TWO | SEPARATE_IN_CHUNKS, "m before the last stage of .* v-half has .* use 1f1b, zb-h1"),
+    (
+        "v-half",
+        TWO | SEPARATE_IN_CHUNKS,
+        "m before the last stage of .* v-half has .* zb-h1 or interleaved, or write m into the stage of L",
+    ),
     ("1f1b", DOCUMENTS, "--dataloader-inter-document-masking: all stages .* use 2 stages of one"),
     ("v-half", TWO_RANKS | DOCUMENTS, "--dataloader-inter-document-masking: all stages"),
     (

@@ -5,14 +5,16 @@ Standard library only.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import NamedTuple
 
 from megatron_vocabpar.megatron_lm.flag_config import AUTO
 from megatron_vocabpar.megatron_lm.layouts import (
+    Order,
     has_separate_heads,
+    heads_elsewhere,
     known_vocab_size,
     layers_to_divide,
+    other_order,
     written_out,
 )
 from megatron_vocabpar.pipeline.rules.facts import Facts
@@ -20,8 +22,9 @@ from megatron_vocabpar.pipeline.rules.rule import Rule, flags
 from megatron_vocabpar.schedule.make.families import SEARCH, families, family_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 PLACING = (
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *_ENDS,
     *("pipeline_model_parallel_layout", "hybrid_layer_pattern", "hybrid_override_pattern"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
@@ -71,46 +74,50 @@ def _skips(facts: Facts) -> str:
     return " ".join(map(str, facts.iterations_to_skip)) or facts.result_rejected_tracker_filename
 
 
-def _undivided(facts: Facts) -> str:
-    """Says if layers do not divide: ``7 layers do not divide into 2 model chunks on each of 4 ranks``."""
+class Ends(NamedTuple):
+    """Flags that fix the layers of the first or last rank, and what they leave for how many other ranks."""
+
+    flags: str
+    layers: int
+    ranks: int
+    even: bool
+
+    @property
+    def left(self) -> str:
+        """What is left where there are layers without a rank, or ranks without a layer; else empty."""
+        if self.layers > 0 >= self.ranks:
+            return f"{self.layers} layers are left, and no rank for them"
+        if self.ranks > 0 >= self.layers:
+            return f"no layer is left for {self.ranks} ranks"
+        return "" if self.ranks >= 0 and self.layers >= 0 else "there are not as many layers or ranks"
+
+
+def _ends(facts: Facts) -> Ends | None:
+    """What is left to divide; None if something else places the layers."""
     args, chunks, layers = facts.settings, facts.chunks, layers_to_divide(facts.settings)
     if facts.redistributes or written_out(args) or facts.pattern or chunks.denominator != 1 or not layers:
-        return ""
-    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    fixed = [count for count in (getattr(args, name, None) for name in names) if count is not None]
-    rest, ranks = layers - sum(fixed), facts.p - len(fixed)
-    even = rest % ranks == 0 if ranks > 0 else rest == ranks == 0
-    if even and all(count % chunks == 0 for count in (*fixed, rest // max(ranks, 1))):
-        return ""
-    return f"{rest} layers do not divide into {chunks} model chunks on each of {ranks} ranks"
+        return None
+    fixed = {name: getattr(args, name) for name in _ENDS if getattr(args, name, None) is not None}
+    rest, ranks = layers - sum(fixed.values()), facts.p - len(fixed)
+    even = all(count % chunks == 0 for count in fixed.values()) and rest % (max(ranks, 1) * chunks) == 0
+    return Ends(flags(fixed), rest, ranks, even)
 
 
-class Order(NamedTuple):
-    """The layers of a layout in order, and those of the model: ``E t*7 L`` and ``E t*8 L``."""
+def _lopsided(facts: Facts) -> Ends | None:
+    ends = _ends(facts)
+    return ends if ends and ends.left else None
 
-    given: str
-    wanted: str
+
+def _undivided(facts: Facts) -> Ends | None:
+    ends = _ends(facts)
+    return None if ends is None or ends.left or ends.even else ends
 
 
 def _other_layers(facts: Facts) -> Order | None:
     """What a layout has in the place of the model's layers."""
-    given = written_out(facts.settings).replace("|", "")
-    wanted = f"E{'t' * facts.num_layers}{'m' * facts.mtp_num_layers}L"
-    if getattr(facts.settings, _LAYOUT, None) is None or not facts.num_layers or given == wanted:
+    if getattr(facts.settings, _LAYOUT, None) is None or not facts.num_layers:
         return None
-    return Order(_counted(given), _counted(wanted))
-
-
-def _counted(letters: str) -> str:
-    runs = [(letter, len(list(same))) for letter, same in groupby(letters)]
-    return " ".join(f"{letter}*{count}" if count > 1 else letter for letter, count in runs) or "nothing"
-
-
-def _heads_elsewhere(facts: Facts) -> bool:
-    """Whether heads are on several stages, or on one that is not its rank's last chunk."""
-    stages = written_out(facts.settings).split("|")
-    holding = [stage for stage, layers in enumerate(stages) if "m" in layers]
-    return bool(holding) and (len(holding) > 1 or holding[0] < len(stages) - facts.p)
+    return other_order(written_out(facts.settings), facts.num_layers, facts.mtp_num_layers)
 
 
 def _idle_rank(facts: Facts) -> str:
@@ -135,7 +142,7 @@ CHUNKS = (
         "in order it has {found.given}, but --num-layers and --mtp-num-layers give {found.wanted}",
         "write these letters, with | between stages"),
     Rule("m in --pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}",
-        _heads_elsewhere, "Megatron keeps all m together, in the last model chunk of a rank",
+        lambda f: heads_elsewhere(written_out(f.settings), f.p), "Megatron keeps all m together, in the last model chunk of a rank",
         "write them into one of the last {f.p} stages"),
     Rule("--pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}", _idle_rank,
         "rank {found} has no layer to train", "give each rank one, or use fewer ranks"),
@@ -144,7 +151,7 @@ CHUNKS = (
     Rule("m before the last stage of --pipeline-model-parallel-layout",
         lambda f: f.in_v and has_separate_heads(f.settings),
         "{f.family_flag} has Megatron's stages in another order than it gives out batches",
-        "use 1f1b, zb-h1 or interleaved, or put m before L"),
+        "use 1f1b, zb-h1 or interleaved, or write m into the stage of L"),
     Rule("--dataloader-inter-document-masking",
         lambda f: f.dataloader_inter_document_masking and _stages(f) > 2 and not f.sft,
         "all stages take ends of documents from the data, which Megatron reads on the first and the last",
@@ -155,7 +162,10 @@ CHUNKS = (
     Rule("--heterogeneous-layers-config-path",
         lambda f: f.chunks > 1 and f.any_set(_HETEROGENEOUS),
         "Megatron makes its layers for one model chunk a rank alone", "use 1f1b or zb-h1"),
-    Rule("--num-layers {f.num_layers}", _undivided, "{found}",
+    Rule("--num-layers {f.num_layers} with {found.flags}", _lopsided, "{found.left}",
+        "leave out {found.flags}"),
+    Rule("--num-layers {f.num_layers}", _undivided,
+        "{found.layers} layers do not divide into {f.chunks} model chunks on each of {found.ranks} ranks",
         "choose another number, or place them with --pipeline-model-parallel-layout"),
 )  # fmt: skip
 

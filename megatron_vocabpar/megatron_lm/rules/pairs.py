@@ -73,7 +73,7 @@ PAIRS = (
         "give the last layer of --moe-layer-freq experts"),
     _hidden(lambda f: has_separate_heads(f.settings),
         "layers of multi-token prediction before the last stage have not been run in pairs",
-        "put m before L in --pipeline-model-parallel-layout", UNTESTED),
+        "write m into the stage of L in --pipeline-model-parallel-layout", UNTESTED),
     _hidden(lambda f: f.hybrid_layer_pattern or f.hybrid_override_pattern,
         "Megatron has plans of GPTModel's layers alone, and none by pattern",
         "use pretrain_gpt.py, or leave it out"),
