@@ -1,4 +1,4 @@
-"""What verbs share: ``--format``, names that a shell completes, writing files, lines about progress."""
+"""What verbs share: ``--format``, names that a shell completes, files, lines about progress."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import click
+
+from megatron_vocabpar.schedule.data.schema import text_of
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.serialize import plan_from_json
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 FORMAT = click.option(
     "--format", "output_format", type=click.Choice(["text", "json"]), default="text", help="What to print."
@@ -37,6 +43,20 @@ def without_garbage() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def read_plan(path: str, costs: PassCosts | None) -> Plan:
+    """The plan in a file, checked; ``costs`` win over its own.
+
+    Raises:
+        ValueError: naming the file, and what is wrong with it.
+    """
+    text = text_of(path, f"the schedule {path}")
+    try:
+        plan = plan_from_json(text, costs)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return plan if costs is None else replace(plan, costs=costs)
 
 
 def write_output(path: str, content: str | bytes, option: str = "--output") -> None:

@@ -8,8 +8,9 @@ from collections import Counter
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from megatron_vocabpar.cli.files import completing, tell, without_garbage, write_output
+from megatron_vocabpar.cli.files import completing, read_plan, tell, without_garbage, write_output
 from megatron_vocabpar.schedule import draw
 from megatron_vocabpar.schedule.make.bounds import least_ms
 from megatron_vocabpar.schedule.make.families import SEARCH, families, family_of
@@ -25,10 +26,14 @@ from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
 _BINARY = ("png", "pdf")
+_LAYERS = 8
+_BETWEEN = f"launching between layers as trainings do, {_LAYERS} a pass"
+_OF_A_FILE = ("schedule_file", "check", "costs_file", "output")
 _LARGE = 8192  # microbatches of all ranks: planning takes more than a few seconds
 
 
 @click.command("schedule")
+@click.argument("schedule_file", metavar="[SCHEDULE.json]", required=False)
 @click.option(
     "--method",
     default=DEFAULT,
@@ -57,7 +62,7 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
 @click.option(
     "--check",
     type=click.Choice(["nccl"]),
-    help="Instead of printing the schedule, try whether its program can hang on GPUs.",
+    help="Instead of printing the schedule, or that of the file, try whether its program can hang on GPUs.",
 )
 @click.option(
     "--width",
@@ -66,7 +71,10 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
 )
 @click.option("--output", metavar="FILE", help="Write there instead of to the terminal.")
 @without_garbage()
+@click.pass_context
 def schedule_command(
+    ctx: click.Context,
+    schedule_file: str | None,
     costs_file: str | None,
     output_format: str,
     check: str | None,
@@ -75,10 +83,18 @@ def schedule_command(
     method: str,
     **planned: Any,
 ) -> None:
-    """Generate a schedule; print it or draw it in time."""
+    """Generate a schedule; print it or draw it in time.
+
+    With --check a SCHEDULE.json can be given instead, such as that of a training.
+    """
     if output is None and output_format in _BINARY:
         raise ValueError(f"--format {output_format} is not text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
+    if schedule_file is not None:
+        _check_alone(ctx, schedule_file)
+        rendered = hang_report(read_plan(schedule_file, costs))
+        click.echo(rendered) if output is None else write_output(output, rendered)
+        return
     if _LARGE < (size := planned["p"] * planned["m"]) <= MOST_FORWARDS:
         tell(f"planning {planned['p']} ranks x {planned['m']} microbatches")
     named = families().get(planned["family"])
@@ -141,17 +157,32 @@ def _summary(plan: Plan, family: str, simulation: Simulation) -> str:
     )
 
 
+def _check_alone(ctx: click.Context, schedule_file: str) -> None:
+    """Refuse flags that a schedule of a file has no use for, or none that checks it."""
+    given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if "check" not in given:
+        raise ValueError(
+            f"{schedule_file}: a file is only checked here; give --check nccl, or vocabpar simulate {schedule_file}"
+        )
+    flags = {one.name: one.opts[0] for one in ctx.command.params if one.name not in _OF_A_FILE}
+    if useless := [flag for name, flag in flags.items() if name in given]:
+        raise ValueError(f"{', '.join(useless)}: the schedule is that of {schedule_file}; leave it out")
+
+
 def hang_report(plan: Plan) -> str:
     """One line a model, for training and for evaluation: the iteration's time, or who waits for whom."""
+    parts = {"training": plan}
+    if not plan.late:
+        launched = plan.launched_late((_LAYERS,) * plan.schedule.placement.num_stages)
+        parts |= {f"training, {_BETWEEN}": launched} if launched.late else {}
     lines = []
-    for name, part in (("training", plan), ("evaluation", plan.forward_only)):
-        schedule, program = part.schedule, part.program
+    for name, part in (parts | {"evaluation": plan.forward_only}).items():
+        schedule, program, late = part.schedule, part.program, part.late
         times = PassTimes.of(part.costs, schedule)
         lines.append(f"{name}:")
-        for model, circle in find_hangs(schedule, program).items():
-            verdict = (
-                "hangs" if circle else f"no hang, {iteration_ms(schedule, program, times, model):.1f} ms"
-            )
+        for model, circle in find_hangs(schedule, program, late=late).items():
+            length_ms = 0.0 if circle else iteration_ms(schedule, program, times, model, late=late)
+            verdict = "hangs" if circle else f"no hang, {length_ms:.1f} ms"
             lines.append(f"  {model.name:<22}{verdict:<22}{model.summary}")
             lines += [f"      {wait}" for wait in circle]
     return "\n".join(lines)

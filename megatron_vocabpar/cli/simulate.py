@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, without_garbage, write_output
+from megatron_vocabpar.cli.files import FORMAT, read_plan, without_garbage, write_output
 from megatron_vocabpar.schedule.check.validate import validate
-from megatron_vocabpar.schedule.data.schema import text_of
 from megatron_vocabpar.schedule.draw import (
     WHY_THEY_DIFFER,
     draw_html,
@@ -29,7 +28,6 @@ from megatron_vocabpar.schedule.play.memory import (
     BufferSizes,
     peak_memory,
 )
-from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 
@@ -70,11 +68,7 @@ def simulate_command(
     those of one group, take turns. The critical path says what the iteration's length is made of.
     """
     costs = PassCosts.load(costs_file) if costs_file is not None else None
-    text = text_of(schedule_file, f"the schedule {schedule_file}")
-    try:
-        plan = plan_from_json(text, costs)
-    except ValueError as error:
-        raise ValueError(f"{schedule_file}: {error}") from error
+    plan = read_plan(schedule_file, costs)
     schedule = plan.schedule
     sizes = BufferSizes.load(costs_file, schedule.p) if costs_file is not None else None
     validate(schedule, max_activations)

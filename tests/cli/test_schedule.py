@@ -8,7 +8,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.schedule.play.hang import MODELS
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.play.hang import MODELS, iteration_ms
+from megatron_vocabpar.schedule.serialize import plan_to_json
+from megatron_vocabpar.schedule.times.costs import PassTimes
 
 
 def run(*arguments: str) -> Result:
@@ -52,8 +55,46 @@ def test_program_is_what_simulate_reads(tmp_path: Path) -> None:
 def test_check_says_of_each_model_whether_it_hangs() -> None:
     result = run("--pp", "2", "--microbatches", "3", "--check", "nccl")
     assert result.exit_code == 0
-    assert result.output.count("no hang") == 2 * len(MODELS)
+    headings = [line for line in result.output.splitlines() if not line.startswith(" ")]
+    between = "training, launching between layers as trainings do, 8 a pass:"
+    assert headings == ["training:", between, "evaluation:"]
+    assert result.output.count("no hang") == 3 * len(MODELS)
     assert "one queue             no hang," in result.output
+
+
+def test_check_plays_a_file_with_its_launches_inside_passes(tmp_path: Path) -> None:
+    """That of a training; a wait that it would add to a stream shows that it is played as it stands."""
+    path = tmp_path / "schedule.json"
+    plan = make_plan("vocab-2", 2, 3).launched_late((4, 4))
+    assert plan.late
+    path.write_text(plan_to_json(plan))
+    result = run("--check", "nccl", str(path))
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"^\S.*", result.output, re.MULTILINE) == ["training:", "evaluation:"]
+    times = PassTimes.of(plan.costs, plan.schedule)
+    as_it_is, before_passes = (
+        [iteration_ms(plan.schedule, plan.program, times, model, late=late) for model in MODELS]
+        for late in (plan.late, {})
+    )
+    training = result.output.partition("evaluation:")[0]
+    told = [float(ms) for ms in re.findall(r"no hang, (\S+) ms", training)]
+    assert told == pytest.approx(as_it_is, abs=0.05)
+    assert told != pytest.approx(before_passes, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("{}/a.json",), "a.json: a file is only checked here; give --check nccl, or vocabpar simulate"),
+        (("--check", "nccl", "{}/a.json", "--pp", "4"), "--pp: the schedule is that of .*; leave it out"),
+        (("--check", "nccl", "{}/b.json"), "cannot read the schedule .*b.json"),
+    ],
+)
+def test_a_file_is_checked_alone(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(plan_to_json(make_plan("vocab-2", 2, 3)))
+    result = run(*(word.replace("{}", str(tmp_path)) for word in words))
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
 
 
 @pytest.mark.parametrize(
