@@ -162,7 +162,8 @@ def _check_alone(ctx: click.Context, schedule_file: str) -> None:
     given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if "check" not in given:
         raise ValueError(
-            f"{schedule_file}: a file is only checked here; give --check nccl, or vocabpar simulate {schedule_file}"
+            f"{schedule_file}: a file is only checked here; give --check nccl, or vocabpar simulate "
+            f"{schedule_file}"
         )
     flags = {one.name: one.opts[0] for one in ctx.command.params if one.name not in _OF_A_FILE}
     if useless := [flag for name, flag in flags.items() if name in given]:

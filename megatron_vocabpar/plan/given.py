@@ -64,7 +64,7 @@ class Given:
 
 
 def _typed(value: Any) -> str:
-    """A parsed value as it is typed: a pattern such as ``[0]*3+[1]`` as ``[0,0,0,1]``, a window as ``127,0``."""
+    """A parsed value as it is typed: a list of numbers as ``[0,0,0,1]``, a window as ``127,0``."""
     if isinstance(value, list) and value and all(type(each) is int for each in value):
         return f"[{','.join(map(str, value))}]"
     if isinstance(value, list | tuple):

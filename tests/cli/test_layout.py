@@ -68,10 +68,11 @@ GOOD = (
     "E|t*9|t*10|t*9|||m|L",
 )
 BAD = (
-    "Et*7|t*7|t*7|t*7m", "Et*7|t*7|t*7|t*7mLL", "Et*7|t*7|t*7L|t*7mL", "EEt*7|t*7|t*7|t*7mL", "t*7|t*7|t*7|t*7mL",
-    "Et*7|t*7|t*7|t*7L", "Et*7|t*7|t*7|t*7mmL", "Et*7|t*7|t*7|mt*7L", "Et*7|t*7|t*7|t*6mtL", "Et*7|t*7|t*7|t*7Lm",
-    "Et*7 |t*7|t*7|t*7mL", " Et*7|t*7|t*7|t*7mL", "Et*7|t*7|t*7|t*6mL", "Et*7|t*7|t*14mL", "Et*7|t*7|t*7|x*7mL",
-    "Et*7|t*7|((t*7|)*1)*1mL", "Et*2*3t|t*7|t*7|t*7mL", "Et*7|(t*7|t*7|t*7mL", "E|t*9|t*10m|t*9||||L", "|", "E",
+    "Et*7|t*7|t*7|t*7m", "Et*7|t*7|t*7|t*7mLL", "Et*7|t*7|t*7L|t*7mL", "EEt*7|t*7|t*7|t*7mL",
+    "t*7|t*7|t*7|t*7mL", "Et*7|t*7|t*7|t*7L", "Et*7|t*7|t*7|t*7mmL", "Et*7|t*7|t*7|mt*7L",
+    "Et*7|t*7|t*7|t*6mtL", "Et*7|t*7|t*7|t*7Lm", "Et*7 |t*7|t*7|t*7mL", " Et*7|t*7|t*7|t*7mL",
+    "Et*7|t*7|t*7|t*6mL", "Et*7|t*7|t*14mL", "Et*7|t*7|t*7|x*7mL", "Et*7|t*7|((t*7|)*1)*1mL",
+    "Et*2*3t|t*7|t*7|t*7mL", "Et*7|(t*7|t*7|t*7mL", "E|t*9|t*10m|t*9||||L", "|", "E",
     "E|t*9|t*10|t*9m||||L",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from megatron_vocabpar.megatron_lm.layouts import (
     written_out,
 )
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.rule import Rule, flags
+from megatron_vocabpar.pipeline.rules.rule import UNTESTED, Rule, flags
 from megatron_vocabpar.schedule.make.families import SEARCH, families, family_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -130,6 +130,49 @@ def _idle_rank(facts: Facts) -> str:
     return next((str(rank) for rank, layers in enumerate(held) if not layers), "")
 
 
+def _stage_layers(facts: Facts) -> list[str]:
+    """The letters of each stage, as in a layout; empty if something else places the layers."""
+    if written := written_out(facts.settings):
+        return written.split("|")
+    ends = _ends(facts)
+    if ends is None or ends.left or not ends.even:
+        return []
+    first, last = (getattr(facts.settings, name, None) for name in _ENDS)
+    share = ends.layers // max(ends.ranks, 1)
+    of_ranks = [share if first is None else first, *[share] * (facts.p - 2), share if last is None else last]
+    placement = Placement(facts.p, facts.chunks.numerator, "vshape" if facts.in_v else "standard")
+    ranks = map(placement.rank_of, range(placement.num_stages))
+    stages = ["t" * (of_ranks[rank] // placement.chunks) for rank in ranks]
+    counted = [facts.is_set(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")]
+    stages[0] = stages[0][counted[0] :]
+    stages[-1] = stages[-1][counted[1] :] + "m" * facts.mtp_num_layers
+    return stages
+
+
+def _rank_without_experts(facts: Facts) -> str:
+    """The first rank without experts in a model with some and with heads, where Megatron then waits for ever.
+
+    Versions before 0.17 exchange what experts log in tensors that are longer by the heads on ranks with
+    experts (https://github.com/NVIDIA/Megatron-LM/pull/3401).
+    """
+    if facts.since_0_17 or not (facts.num_experts and facts.mtp_num_layers and facts.p > 1):
+        return ""
+    stages = _stage_layers(facts)
+    if not stages or len(stages) % facts.p or sum(stage.count("t") for stage in stages) != facts.num_layers:
+        return ""  # refused by other rows
+    placement = Placement(facts.p, len(stages) // facts.p, "vshape" if facts.in_v else "standard")
+    having, layer = set(), 0
+    for stage, letters in enumerate(stages):
+        layers = [
+            *range(layer, layer + letters.count("t")),
+            *([facts.num_layers - 1] if "m" in letters else []),
+        ]
+        layer += letters.count("t")
+        if any(map(facts.has_experts, layers)):
+            having.add(placement.rank_of(stage))
+    return next((str(rank) for rank in range(facts.p) if rank not in having), "") if having else ""
+
+
 _HETEROGENEOUS = "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
 
 CHUNKS = (
@@ -142,7 +185,8 @@ CHUNKS = (
         "in order it has {found.given}, but --num-layers and --mtp-num-layers give {found.wanted}",
         "write these letters, with | between stages"),
     Rule("m in --pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}",
-        lambda f: heads_elsewhere(written_out(f.settings), f.p), "Megatron keeps all m together, in the last model chunk of a rank",
+        lambda f: heads_elsewhere(written_out(f.settings), f.p),
+        "Megatron keeps all m together, in the last model chunk of a rank",
         "write them into one of the last {f.p} stages"),
     Rule("--pipeline-model-parallel-layout {f.settings.pipeline_model_parallel_layout}", _idle_rank,
         "rank {found} has no layer to train", "give each rank one, or use fewer ranks"),
@@ -162,6 +206,9 @@ CHUNKS = (
     Rule("--heterogeneous-layers-config-path",
         lambda f: f.chunks > 1 and f.any_set(_HETEROGENEOUS),
         "Megatron makes its layers for one model chunk a rank alone", "use 1f1b or zb-h1"),
+    Rule("--num-experts with --mtp-num-layers, with Megatron before 0.17", _rank_without_experts,
+        "rank {found} has no layer with experts, and Megatron's first log then waits for ever, stock's too",
+        "give each rank one with --pipeline-model-parallel-layout, or use 0.17 or later", UNTESTED),
     Rule("--num-layers {f.num_layers} with {found.flags}", _lopsided, "{found.left}",
         "leave out {found.flags}"),
     Rule("--num-layers {f.num_layers}", _undivided,

@@ -21,10 +21,7 @@ _WITH_PAIRS = " or ".join(name for name, family in families().items() if family.
 
 def _dense_last_layer(facts: Facts) -> bool:
     """Whether the decoder's last layer, which multi-token prediction's layers copy, has no experts."""
-    frequency = facts.moe_layer_freq
-    if isinstance(frequency, int):
-        return (facts.num_layers - 1) % frequency != 0
-    return not list(frequency)[-1]
+    return not facts.has_experts(facts.num_layers - 1)
 
 
 def _hidden(

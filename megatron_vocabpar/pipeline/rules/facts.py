@@ -127,6 +127,13 @@ class Settings:
         known = self.has("hybrid_layer_pattern")
         return (self.hybrid_layer_pattern or self.hybrid_override_pattern) if known else ""
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer of the decoder, counted from 0, has experts by ``--moe-layer-freq``."""
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int):
+            return layer % frequency == 0
+        return bool(list(frequency)[layer : layer + 1] == [1])
+
     @property
     def is_half(self) -> bool:
         """Whether the model computes in float16."""
@@ -136,6 +143,11 @@ class Settings:
     def stores_optimizer(self) -> bool:
         """Whether checkpoints have the optimizer's state."""
         return bool((self.save and not self.no_save_optim) or (self.load and not self.no_load_optim))
+
+    @property
+    def since_0_17(self) -> bool:
+        """Whether Megatron is 0.17 or later."""
+        return self.has("mtp_use_repeated_layer")
 
     @property
     def since_0_19(self) -> bool:
