@@ -15,7 +15,7 @@ from megatron_vocabpar.megatron_lm.rules.check import TABLES, check, facts_of, s
 from megatron_vocabpar.megatron_lm.rules.layouts import LINES
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
 from tests.support.megatron_parser import PLAIN
-from tests.support.rule_cases import ACCEPTED, FLAGS, LOGITS, REFUSED
+from tests.support.rule_cases import ACCEPTED, FITS_EARLY, FLAGS, LOGITS, REFUSED, WAITS
 
 RULES = [rule for table in TABLES for rule in table]
 
@@ -26,7 +26,6 @@ NOT_RUN = {
     "--check-for-spiky-loss",
     "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather, with Megatron before 0.19",
     "CUDA graphs of layers with {found}",
-    "--num-experts with --mtp-num-layers, with Megatron before 0.17",
     "--overlap-moe-expert-parallel-comm",
 }
 """Rows of which some are warnings alone; numbers may be wrong, or a job hang, with all others."""
@@ -75,6 +74,18 @@ def test_a_layout_stands_alone_in_a_launch_line(name: str) -> None:
     with pytest.raises(ValueError, match=rf"-layout with {flag}: .*; leave out {flag}$"):
         check(args, config_of(), more=LINES)
     check(args, config_of())  # a configuration of Bridge
+
+
+@pytest.mark.parametrize(("family", "settings", "message"), WAITS)
+def test_a_log_that_waits_is_warned_of(family: str, settings: dict[str, Any], message: str) -> None:
+    warning = check(SimpleNamespace(**PLAIN | settings), config_of(family=family), more=LINES)
+    assert message in warning
+    assert len(warning.splitlines()) == 2
+
+
+@pytest.mark.parametrize(("family", "settings"), FITS_EARLY)
+def test_a_log_with_experts_on_every_rank_is_not(family: str, settings: dict[str, Any]) -> None:
+    assert check(SimpleNamespace(**PLAIN | settings), config_of(family=family), more=LINES) == ""
 
 
 def test_every_row_applies_to_a_case_and_none_to_a_plain_training(tmp_path: Path) -> None:

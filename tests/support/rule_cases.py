@@ -86,8 +86,6 @@ PAIRED = TWO | {
     "moe_token_dispatcher_type": "alltoall",
     "overlap_moe_expert_parallel_comm": True,
 }
-EARLY = {"num_layers": 8, "num_experts": 8, "mtp_num_layers": 1}
-"""Of a Megatron before 0.17."""
 PAIR_FAMILIES = ("dualpipev", "1f1b-overlap")
 IN_PAIRS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"bf16": False}, "model of 16 bits for it; give --bf16 or --fp16"),
@@ -204,20 +202,6 @@ OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
         TWO | SEPARATE_IN_CHUNKS,
         "m before the last stage of .* v-half has .* zb-h1 or interleaved, or write m into the stage of L",
     ),
-    ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]}, "0.17: rank 0 has no layer with experts"),
-    (
-        "1f1b",
-        EARLY | {"moe_layer_freq": 3, "pipeline_model_parallel_layout": "Ett|tt|tt|ttmL"},
-        "rank 2 has no layer with experts, and Megatron's first log then waits for ever, stock's too; give",
-    ),
-    ("1f1b", EARLY | {"pipeline_model_parallel_layout": "E|ttt|tttt|tmL"}, "rank 0 has no layer with exp"),
-    (
-        "v-half",
-        TWO
-        | EARLY
-        | {"pipeline_model_parallel_layout": "E|t|tt|t|t|t|tt|mL", "moe_layer_freq": [1] * 7 + [0]},
-        "rank 0 has no layer with experts",
-    ),
     ("1f1b", DOCUMENTS, "--dataloader-inter-document-masking: all stages .* use 2 stages of one"),
     ("v-half", TWO_RANKS | DOCUMENTS, "--dataloader-inter-document-masking: all stages"),
     (
@@ -258,13 +242,6 @@ FITS_A_FAMILY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zb-h1", {"transformer_impl": "local"}),
     ("zb-h1", TE),
     ("v-half", TWO | {"num_layers": 16}),
-    ("1f1b", EARLY),
-    ("1f1b", EARLY | {"moe_layer_freq": 2}),
-    ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1], "mtp_use_repeated_layer": False}),
-    ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1], "mtp_num_layers": None}),
-    ("1f1b", EARLY | {"moe_layer_freq": [0] * 8}),
-    ("1f1b", EARLY | {"moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1], "decoder_first_pipeline_num_layers": 2}),
-    ("v-half", TWO | EARLY | {"pipeline_model_parallel_layout": "E|t|tt|t|t|t|tt|mL"}),
     ("v-half", FORMER | {"hybrid_override_pattern": "*-|*-|*-|*-/*-"}),
     ("v-half", TWO | {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}),
     ("v-half", TWO | {"experimental_attention_variant": "dsa"}),
@@ -432,3 +409,33 @@ ACCEPTED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (UNTIED | {"hidden_size": 48}, {"options": FUSED}),
 )
 """Settings and flags of ours that no rule forbids."""
+
+
+EARLY = {"num_layers": 8, "num_experts": 8, "mtp_num_layers": 1}
+"""Of a Megatron before 0.17."""
+WAITS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]}, "0.17: rank 0 has no layer with experts"),
+    (
+        "1f1b",
+        EARLY | {"moe_layer_freq": 3, "pipeline_model_parallel_layout": "Ett|tt|tt|ttmL"},
+        "rank 2 has no layer with experts, and Megatron's first log then waits for ever, stock's too; give",
+    ),
+    ("1f1b", EARLY | {"pipeline_model_parallel_layout": "E|ttt|tttt|tmL"}, "rank 0 has no layer with exp"),
+    (
+        "v-half",
+        LOCAL
+        | EARLY
+        | {"pipeline_model_parallel_layout": "E|t|tt|t|t|t|tt|mL", "moe_layer_freq": [1] * 7 + [0]},
+        "rank 0 has no layer with experts",
+    ),
+)
+FITS_EARLY: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("1f1b", EARLY),
+    ("1f1b", EARLY | {"moe_layer_freq": 2}),
+    ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1], "use_mup": False}),
+    ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1], "mtp_num_layers": None}),
+    ("1f1b", EARLY | {"moe_layer_freq": [0] * 8}),
+    ("1f1b", EARLY | {"moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1], "decoder_first_pipeline_num_layers": 2}),
+    ("v-half", LOCAL | EARLY | {"pipeline_model_parallel_layout": "E|t|tt|t|t|t|tt|mL"}),
+)
+"""Launch lines with which Megatron's first log waits for ever, or does not."""

@@ -206,9 +206,6 @@ CHUNKS = (
     Rule("--heterogeneous-layers-config-path",
         lambda f: f.chunks > 1 and f.any_set(_HETEROGENEOUS),
         "Megatron makes its layers for one model chunk a rank alone", "use 1f1b or zb-h1"),
-    Rule("--num-experts with --mtp-num-layers, with Megatron before 0.17", _rank_without_experts,
-        "rank {found} has no layer with experts, and Megatron's first log then waits for ever, stock's too",
-        "give each rank one with --pipeline-model-parallel-layout, or use 0.17 or later", UNTESTED),
     Rule("--num-layers {f.num_layers} with {found.flags}", _lopsided, "{found.left}",
         "leave out {found.flags}"),
     Rule("--num-layers {f.num_layers}", _undivided,
@@ -220,8 +217,11 @@ LINES = (
     Rule("--pipeline-model-parallel-layout with {found}",
         lambda f: f.is_set(_LAYOUT) and flags(filter(f.is_set, _BESIDE)),
         "the layout alone says which layers each stage has", "leave out {found}"),
+    Rule("--num-experts with --mtp-num-layers, with Megatron before 0.17", _rank_without_experts,
+        "rank {found} has no layer with experts, and Megatron's first log then waits for ever, stock's too",
+        "give each rank one with --pipeline-model-parallel-layout, or use 0.17 or later", UNTESTED),
 )  # fmt: skip
-"""Of launch lines alone: configurations of Bridge have a layout and its number of chunks."""
+"""Of launch lines alone: configurations of Bridge have a layout and its number of chunks, and Bridge logs."""
 
 _REDISTRIBUTE = "--enable-layer-redistribution"
 

@@ -147,7 +147,7 @@ class Settings:
     @property
     def since_0_17(self) -> bool:
         """Whether Megatron is 0.17 or later."""
-        return self.has("mtp_use_repeated_layer")
+        return self.has("use_mup")
 
     @property
     def since_0_19(self) -> bool:
