@@ -71,7 +71,7 @@ class Command:
     """One run of the command line.
 
     Args:
-        arguments: after ``vocabpar``.
+        arguments: after ``vocabpar``, or from ``lab`` on.
         folder: where it runs; its output goes to ``stdout`` and ``stderr`` there.
         environment: its variables.
         plant: see ``Plant``.
@@ -154,6 +154,7 @@ def _text_over(out: int, err: int) -> None:
 def _run_verb(arguments: Sequence[str], folder: Path, plant: Plant) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    from lab.__main__ import main as of_lab
     from megatron_vocabpar.cli.main import main
 
     os.chdir(folder)
@@ -163,6 +164,8 @@ def _run_verb(arguments: Sequence[str], folder: Path, plant: Plant) -> None:
     plant(None)
     code = 98
     try:
+        if arguments[0] == "lab":
+            of_lab(args=list(arguments[1:]), prog_name="lab")
         main(args=list(arguments), prog_name="vocabpar")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
