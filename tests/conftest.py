@@ -14,11 +14,13 @@ megatron-core or Hypothesis runs what it can. Hypothesis draws the same few exam
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import left_out
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,3 +73,31 @@ class FileWithLibraries(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     return FileWithLibraries.from_parent(parent, path=module_path)
+
+
+_SLOW = pytest.StashKey[int]()
+_IN_WORKER = "left_out_as_slow"  # of pytest-xdist, whose workers alone know it; each of them chooses alike
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("long"):
+            item.config.stash[_SLOW] = item.config.stash.get(_SLOW, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_IN_WORKER] = session.config.stash.get(_SLOW, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_SLOW] = getattr(node, "workeroutput", {}).get(_IN_WORKER, 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say in one line what was left out, and why."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = [report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple)]
+    if told := left_out.line(reasons, config.stash.get(_SLOW, 0)):
+        terminalreporter.write_line(told)
