@@ -92,8 +92,7 @@ def schedule_command(
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     if schedule_file is not None:
         _check_alone(ctx, schedule_file)
-        rendered = hang_report(read_plan(schedule_file, costs))
-        click.echo(rendered) if output is None else write_output(output, rendered)
+        _write(hang_report(read_plan(schedule_file, costs)), output)
         return
     if _LARGE < (size := planned["p"] * planned["m"]) <= MOST_FORWARDS:
         tell(f"planning {planned['p']} ranks x {planned['m']} microbatches")
@@ -107,7 +106,7 @@ def schedule_command(
     on_terminal = output is None and sys.stdout.isatty()
     family = planned["family"] if planned["family"] != SEARCH else family_of(plan.schedule)
     rendered = hang_report(plan) if check else render(plan, family, output_format, sizes, width, on_terminal)
-    click.echo(rendered) if output is None else write_output(output, rendered)
+    _write(rendered, output)
 
 
 def render(
@@ -155,6 +154,10 @@ def _summary(plan: Plan, family: str, simulation: Simulation) -> str:
         f"peak activations, microbatches:         {peaks}"
         + (f"\nF that run together with a B, %:        {shares}" if pairs else "")
     )
+
+
+def _write(rendered: str | bytes, output: str | None) -> None:
+    click.echo(rendered) if output is None else write_output(output, rendered)
 
 
 def _check_alone(ctx: click.Context, schedule_file: str) -> None:
