@@ -95,8 +95,10 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_SLOW] = getattr(node, "workeroutput", {}).get(_IN_WORKER, 0)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say in one line what was left out, and why."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
+    """Say in one line, after all others, what was left out, and why."""
+    yield
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = [report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple)]
     if told := left_out.line(reasons, config.stash.get(_SLOW, 0)):
