@@ -245,7 +245,7 @@ def test_other_buckets_are_refused(folder: Path, writer: str, reader: str, refus
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        ("ours pp2", "naive"),
+        pytest.param("ours pp2", "naive", marks=pytest.mark.slow),
         *(
             pytest.param(*row, marks=pytest.mark.long)
             for row in (
@@ -274,7 +274,9 @@ def test_the_same_buckets_go_on(folder: Path, writer: str, reader: str) -> None:
 @pytest.mark.parametrize(
     "chain",
     [
-        ("stock pp2", "ours pp2", "stock pp2", "v-half pp2", "v-half whole"),
+        pytest.param(
+            ("stock pp2", "ours pp2", "stock pp2", "v-half pp2", "v-half whole"), marks=pytest.mark.slow
+        ),
         pytest.param(
             ("stock pp4", "ours pp4", "stock pp4", "v-half pp4", "ours pp2"), marks=pytest.mark.long
         ),
