@@ -90,7 +90,7 @@ def iterate(_: int, method: str) -> tuple[int, list[str], list[str]]:
         method=method, pp=1, layers=2, hidden=16, heads=2, seq_length=S, vocab_size=V, micro_batch_size=B
     )
     kept: list[str] = []
-    ids = torch.stack([torch.cat([batch["tokens"].flatten() for batch in batches()])] * 2)
+    ids = torch.cat([batch["tokens"].flatten() for batch in batches()])
     shapes = torch.tensor([[1, B, S]] * M).flatten()
     put = Buffers.put
 
@@ -104,7 +104,8 @@ def iterate(_: int, method: str) -> tuple[int, list[str], list[str]]:
         model_parallel_cuda_manual_seed(config.seed)
         stack.enter_context(patch.object(cpu, "_CPU", FAR))
         stack.enter_context(patch.object(Buffers, "put", watched))
-        stack.enter_context(patch.object(microbatches, "to_host", lambda t: shapes if t.dim() == 1 else ids))
+        stack.enter_context(patch.object(microbatches, "to_host", lambda _: shapes))
+        stack.enter_context(patch.object(microbatches, "start_to_host", lambda _: HostCopy(ids)))
         arrived = lambda flags: HostCopy(torch.ones(flags.shape, dtype=torch.bool))  # noqa: E731
         stack.enter_context(patch.object(loss_reports, "start_to_host", arrived))
         chunks = build_chunks(config, Placement(1), FAR)
