@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -48,15 +49,24 @@ def without_garbage() -> Iterator[None]:
 def read_plan(path: str, costs: PassCosts | None) -> Plan:
     """The plan in a file, checked; ``costs`` win over its own.
 
+    Args:
+        path: of a schedule, or of the measured plan that a training keeps beside its checkpoints.
+
     Raises:
         ValueError: naming the file, and what is wrong with it.
     """
     text = text_of(path, f"the schedule {path}")
     try:
-        plan = plan_from_json(text, costs)
+        plan = plan_from_json(_without_digest(text), costs)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return plan if costs is None else replace(plan, costs=costs)
+
+
+def _without_digest(text: str) -> str:
+    """The plan alone of a file of ``pipeline/tuning/kept_plan.py``; another text as it is."""
+    kept = json.loads(text) if '"digest"' in text else None
+    return json.dumps(kept["plan"]) if isinstance(kept, dict) and "plan" in kept else text
 
 
 def write_output(path: str, content: str | bytes, option: str = "--output") -> None:

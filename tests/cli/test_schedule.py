@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, keep_plan
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.play.hang import MODELS, iteration_ms
 from megatron_vocabpar.schedule.serialize import plan_to_json
@@ -80,6 +81,15 @@ def test_check_plays_a_file_with_its_launches_inside_passes(tmp_path: Path) -> N
     told = [float(ms) for ms in re.findall(r"no hang, (\S+) ms", training)]
     assert told == pytest.approx(as_it_is, abs=0.05)
     assert told != pytest.approx(before_passes, abs=0.05)
+
+
+def test_check_reads_the_plan_that_a_training_keeps(tmp_path: Path) -> None:
+    plan = make_plan("vocab-2", 2, 3)
+    (tmp_path / "schedule.json").write_text(plan_to_json(plan))
+    keep_plan(tmp_path, "a training", plan, before_ms=2.0)
+    alone, kept = (run("--check", "nccl", str(tmp_path / name)) for name in ("schedule.json", PLAN_FILE))
+    assert kept.output == alone.output
+    assert kept.exit_code == 0
 
 
 @pytest.mark.parametrize(
