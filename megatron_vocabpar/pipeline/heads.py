@@ -195,11 +195,12 @@ def _acceptance_counts(wins: torch.Tensor | None) -> Iterator[None]:
 def logging_known_rates() -> Iterator[None]:
     """In this context Megatron leaves acceptance rates that nobody has counted out of its log."""
     helper = multi_token_prediction.MTPLossLoggingHelper
-    stock = vars(helper)["track_mtp_metrics"]
+    stock = vars(helper)["track_mtp_metrics"]  # a static method, before 0.19 a function
+    track = helper.track_mtp_metrics
 
     def track_mtp_metrics(loss_scale: float, iteration: int, writer: Any, wandb: Any, *totals: Any) -> None:
         known = [each and _KnownRates(each) for each in (writer, wandb)]
-        stock.__func__(loss_scale, iteration, *known, *totals)
+        track(loss_scale, iteration, *known, *totals)
 
     helper.track_mtp_metrics = staticmethod(track_mtp_metrics)
     try:

@@ -66,28 +66,26 @@ def test_learned_positions_are_refused() -> None:
         VocabParallelGPTModel(config, Mock(), 64, 32)
 
 
-class _Helper:
-    """Logs as Megatron's does, two heads of which the first was not counted."""
-
-    @staticmethod
-    def track_mtp_metrics(scale: float, iteration: int, writer: Any, wandb: Any, totals: Any) -> None:
-        for head, rate in ((1, torch.nan), (2, 0.25)):
-            for tag in (f"mtp_{head} loss", f"mtp_{head}_acceptance_rate"):
-                writer.add_scalar(tag, scale * torch.tensor(rate), iteration)
-                if wandb is not None:
-                    wandb.log({tag: scale * torch.tensor(rate)}, iteration)
+def _track(scale: float, iteration: int, writer: Any, wandb: Any, totals: Any) -> None:
+    """Logs as Megatron does, two heads of which the first was not counted."""
+    for head, rate in ((1, torch.nan), (2, 0.25)):
+        for tag in (f"mtp_{head} loss", f"mtp_{head}_acceptance_rate"):
+            writer.add_scalar(tag, scale * torch.tensor(rate), iteration)
+            if wandb is not None:
+                wandb.log({tag: scale * torch.tensor(rate)}, iteration)
 
 
+@pytest.mark.parametrize("stock", [staticmethod(_track), _track], ids=["since 0.19", "before"])
 @pytest.mark.parametrize("with_wandb", [False, True])
 def test_acceptance_rates_that_nobody_has_counted_are_not_logged(
-    monkeypatch: pytest.MonkeyPatch, with_wandb: bool
+    monkeypatch: pytest.MonkeyPatch, stock: Any, with_wandb: bool
 ) -> None:
-    monkeypatch.setattr(multi_token_prediction, "MTPLossLoggingHelper", _Helper)
+    helper: Any = type("Helper", (), {"track_mtp_metrics": stock})
+    monkeypatch.setattr(multi_token_prediction, "MTPLossLoggingHelper", helper)
     writer, wandb = Mock(), Mock()
-    stock = vars(_Helper)["track_mtp_metrics"]
     with heads.logging_known_rates():
-        _Helper.track_mtp_metrics(2.0, 7, writer, wandb if with_wandb else None, {})
-    assert vars(_Helper)["track_mtp_metrics"] is stock
+        helper.track_mtp_metrics(2.0, 7, writer, wandb if with_wandb else None, {})
+    assert vars(helper)["track_mtp_metrics"] is stock
     known = ["mtp_1 loss", "mtp_2 loss", "mtp_2_acceptance_rate"]
     assert [call.args[0] for call in writer.add_scalar.call_args_list] == known
     writer.add_scalar.assert_called_with(known[-1], torch.tensor(0.5), 7)
