@@ -30,6 +30,12 @@ class Store:
     def delay_wgrad_compute(self) -> bool:
         return self.delays
 
+    def enable_delay_wgrad_compute(self) -> None:
+        self.delays = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        self.delays = False
+
     def put(self, tensors: list[torch.Tensor], product: Callable[..., Results]) -> None:
         self.context.put((tensors, product))
 

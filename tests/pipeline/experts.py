@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch._dynamo
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -65,8 +66,12 @@ def block_spec(config: Any, vp_stage: int | None, groups: Any) -> Any:
 
 @contextmanager
 def experts_on_cpu() -> Iterator[None]:
-    """For the rest of this process: streams that have done everything, and exchanges by lists of sizes."""
+    """For the rest of this process: streams that have done everything, and exchanges by lists of sizes.
+
+    What Megatron has compiled runs as it is written: torch would ask the GPU that is pretended for Triton.
+    """
     on_cpu.stand_in()
+    torch._dynamo.config.disable = True
     on_cpu.name_what_is_missing()
     on_cpu.exchange_tokens_by_sizes()
     yield

@@ -60,7 +60,7 @@ def commands_of(page: Path) -> Iterator[Typed]:
 
 
 def name_of(words: list[str]) -> str:
-    """``vocabpar train``, ``megatron_vocabpar.launch``, ``scripts/a.sh``, ``make test``, or none."""
+    """As in ``vocabpar train``, ``megatron_vocabpar.launch``, ``make test``; a script by its path; or nothing."""
     if script := next(filter(_SCRIPT.fullmatch, words), ""):
         return script
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
