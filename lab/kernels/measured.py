@@ -25,7 +25,6 @@ from megatron_vocabpar.measure.output_layer import (
     OutputLayer,
     errors,
     kept_mib,
-    methods_of,
     refusal,
 )
 from megatron_vocabpar.measure.timing import ROTATED, Contender, ratio, time_rounds
@@ -130,18 +129,18 @@ def measure_output(
         with_scaling: also time the whole vocabulary on this device, for the scaling against 1/p.
     """
     layer = _layer(shape, shape.rows_of_weight, device, dtype)
-    exact, methods = layer.exact(0), methods_of(device, dtype)
-    results = {method: layer.both(0, method) for method in methods}
+    exact = layer.exact(0)
+    results = {method: layer.both(0, method) for method in METHODS}
     wrong = {method: errors(softmax.nll, dx, exact) for method, (softmax, dx) in results.items()}
     mean_loss = float(results["vocab-1"][0].nll.mean())
     del results
 
     others, reasons = output_contenders(layer, mean_loss)
     contenders: dict[str, Contender] = {"gemms": _three_products(layer), **others}
-    contenders |= {method: partial(layer.both, method=method) for method in methods}
+    contenders |= {method: partial(layer.both, method=method) for method in METHODS}
     times = time_rounds(contenders, rounds, device, _calls(device))
-    halves = {method: _halves(layer, method, rounds, device) for method in methods}
-    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in methods}
+    halves = {method: _halves(layer, method, rounds, device) for method in METHODS}
+    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in METHODS}
     peaks: dict[str, float] = {}
     if device.type == "cuda":  # on the CPU, measuring memory would slow down what comes after
         measured = {name: peak_mib(partial(run, 0), device) for name, run in contenders.items()}
@@ -149,7 +148,7 @@ def measure_output(
     del layer, contenders, others  # room for the whole vocabulary
     whole = _whole_ms(shape, device, dtype, max(2, rounds // 3)) if with_scaling else {}
     rows = []
-    for method in methods:
+    for method in METHODS:
         rms, dx_errors = wrong[method]
         reason = refusal(rms, dx_errors, MOST_RMS[device.type])
         ours_ms = statistics.median(times[method])

@@ -6,7 +6,7 @@ import torch
 
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.measure.output_layer import OutputLayer, errors, methods_of, refusal
+from megatron_vocabpar.measure.output_layer import METHODS, OutputLayer, errors, refusal
 
 LIMIT_OF_DW = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 2e-4}
 """Norm of the error over the norm of dW; at least ten times what it is on the CPU."""
@@ -25,7 +25,7 @@ def output_layer(
     layer = OutputLayer(n, hidden, shard, torch.device(device), kind)
     exact, exact_dw = layer.exact(0), _exact_dw(layer)
     worst = {"log-probability": 0.0, "dX": 0.0, "dW": 0.0}
-    for method in methods_of(layer.weight.device, kind):
+    for method in METHODS:
         layer.main_grad.zero_()
         softmax, dx = layer.both(0, method)
         rms, by_p_target = errors(softmax.nll, dx, exact)

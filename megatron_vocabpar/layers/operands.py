@@ -13,11 +13,10 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
 from megatron_vocabpar.layers.gemm import add_product_, product, product_chunks, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import exponentials, fused_product
+from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.recipes import FUSED_MULTIPLE
 from megatron_vocabpar.layers.targets import OwnedTargets, local_targets, owned_targets, target_rows
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -36,8 +35,6 @@ class ShardOptions:
         gradients: the names of extras that have a slope; with ``with_input_gradient`` S computes the products
             of their curves, too.
         fp8_weight: the weight in 8 bits; all products are then of 8-bit numbers (``fp8.py``).
-        fused: whether one kernel makes the exponentials with the product (``dispatch.fused_product``); for
-            bf16 operands, without a softcap, and not for gradients of extras.
     """
 
     with_input_gradient: bool = False
@@ -47,7 +44,6 @@ class ShardOptions:
     terms: LossTerms = PLAIN
     gradients: tuple[str, ...] = ()
     fp8_weight: Fp8Weight | None = None
-    fused: bool = False
 
 
 DEFAULT = ShardOptions()
@@ -114,29 +110,13 @@ class Tokens:
         offset: Tensor | None = None,
         stats: Tensor | None = None,
     ) -> Iterator[tuple[slice, Exponentials]]:
-        """``exponentials`` of the products with the weight [P, H]; if ``fused``, in one kernel with them."""
-        if not self.options.fused:
-            # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
-            wide = e if self.storage == result_dtype(self.x.dtype) else None
-            yield from self.exponentials(
-                lambda rows: self.logits(weight, rows, None if wide is None else wide[rows]),
-                e=e, transient=transient, offset=offset, stats=stats,
-            )  # fmt: skip
-            return
-        kernel, (n, hidden) = fused_product(self.x.device), self.x.shape
-        # There are no logits to cut into chunks, but exponentials that are not kept.
-        apart = e is None and transient
-        chunks = [slice(0, n)]
-        if apart:
-            chunks = product_chunks(self.x.device, n, self.shard.rows, hidden, self.options.rows_per_chunk)
-        for rows in chunks:
-            x, out = self.x[rows], e
-            if apart:
-                out = x.new_empty((len(x), self.shard.rows))
-            given = None if offset is None else offset[rows]
-            place = None if stats is None else stats[rows]
-            target_row, valid, terms = self.target_row[rows], self.shard.valid_rows, self.options.terms
-            yield rows, kernel(x, weight, target_row, valid, given, out=out, stats=place, terms=terms)
+        """``exponentials`` of the products with the weight [P, H]."""
+        # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
+        wide = e if self.storage == result_dtype(self.x.dtype) else None
+        return self.exponentials(
+            lambda rows: self.logits(weight, rows, None if wide is None else wide[rows]),
+            e=e, transient=transient, offset=offset, stats=stats,
+        )  # fmt: skip
 
     def exponentials(
         self,
@@ -183,22 +163,9 @@ def tokens_of(
 ) -> Tokens:
     """Check the arguments of S; find the tokens with a target in this shard if ``owned`` is None."""
     check_arguments(x, weight, targets, shard)
-    if options.fused:
-        check_fused(x, weight)
     if owned is None:
         owned = owned_targets(target_rows(targets, shard))
     return Tokens(x, shard, local_targets(targets, shard), owned, options)
-
-
-def check_fused(x: Tensor, weight: Tensor) -> None:
-    """Raise a ValueError unless one kernel can make the exponentials of x [n, H] with the weight [P, H]."""
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"kernels='fused': it multiplies torch.bfloat16, not {x.dtype}; leave it out")
-    for what, size in (("hidden size", x.shape[1]), ("rows of a shard", len(weight))):
-        if size % FUSED_MULTIPLE:
-            raise ValueError(
-                f"kernels='fused': {what} {size}: pad to a multiple of {FUSED_MULTIPLE}, or leave it out"
-            )
 
 
 def joined_slopes(slopes: list[Tensor | None]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The recipes of 8-bit products, and what fused ones need, for flags that are read without torch.
+"""The recipes of 8-bit products, for flags that are read without torch.
 
 Standard library only.
 
@@ -33,7 +33,5 @@ class Fp8Recipe:
 
 ROW = Fp8Recipe("row", None, 16, True, (8, 9))
 MXFP8 = Fp8Recipe("mxfp8", _BLOCK, _BLOCK, False, (10, 0))
-FUSED_MULTIPLE = 8
-"""What divides hidden size and rows of a shard if one kernel makes exponentials with the product."""
 
 RECIPES = {recipe.name: recipe for recipe in (ROW, MXFP8)}

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.kernels.dispatch import why_not_fused
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import invariant
@@ -37,13 +36,10 @@ _CHECKED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Mode:
-    """How S and T run: whether S computes A, T recomputes the logits, S is one kernel, results are the same
-    for every p.
-    """
+    """How S and T run: whether S computes A, T recomputes the logits, results are the same for every p."""
 
     with_a: bool = False
     recompute: bool = False
-    fused: bool = False
     invariant: bool = False
 
 
@@ -51,7 +47,6 @@ METHODS = {
     VOCAB_1: Mode(),
     VOCAB_2: Mode(with_a=True),
     "vocab-1-recompute": Mode(recompute=True),
-    "vocab-1-fused": Mode(fused=True),
     "vocab-1-invariant": Mode(invariant=True),
 }
 
@@ -67,12 +62,6 @@ class Exact(NamedTuple):
     tokens: Tensor  # [c]
     loss: Tensor  # [c]
     dx: Tensor  # [c, H]
-
-
-def methods_of(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The METHODS that a device can compute with operands of a dtype."""
-    has_fused = dtype == torch.bfloat16 and why_not_fused(device) is None
-    return [name for name, mode in METHODS.items() if has_fused or not mode.fused]
 
 
 def confident_inputs(
@@ -124,7 +113,7 @@ class OutputLayer:
                 self.weight,
                 inputs.targets,
                 self.shard,
-                ShardOptions(with_input_gradient=mode.with_a, recompute=mode.recompute, fused=mode.fused),
+                ShardOptions(with_input_gradient=mode.with_a, recompute=mode.recompute),
                 owned=owned,
                 e=None if mode.recompute else self.exponentials,
             )

@@ -24,7 +24,6 @@ from megatron.core.utils import get_model_config
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
-from megatron_vocabpar.layers.kernels.dispatch import fused_product
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.graphs import layer_graphs
 from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
@@ -128,8 +127,6 @@ class ForwardBackward:
         self.options = options
         if options.fp8_recipe is not None:
             check_device(options.fp8_recipe, device)
-        if options.kernels == "fused":
-            fused_product(device)  # raises where there is none
         self._not_finite = listeners.not_finite
         self.groups = groups
         self.device = device

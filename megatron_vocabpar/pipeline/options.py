@@ -108,13 +108,6 @@ class VocabOptions:
         flag="tokens-per-chunk",
         least=1,
     )
-    kernels: str = option(
-        "auto",
-        "fused: one kernel makes exponentials with the product, and no logits exist; for bfloat16 on Hopper "
-        "and Blackwell, slower than auto on an H200. auto: the library's product and a row kernel.",
-        page="See [kernels.md](kernels.md#a-fused-s).",
-        choices=("auto", "fused"),
-    )
     invariant: bool = option(
         False,
         "The same bits of the loss and the vocabulary layers' gradients for every pipeline and tensor size, "

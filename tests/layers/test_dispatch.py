@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
 import pytest
@@ -10,9 +9,6 @@ import torch
 
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.numbers import Slopes
-from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output.plain import output_forward
-from megatron_vocabpar.layers.partition import VocabRange
 
 
 def test_the_cpu_has_its_own_and_tests_can_choose() -> None:
@@ -33,38 +29,6 @@ def test_where_triton_cannot_serve_the_log_says_why_once(caplog: pytest.LogCaptu
         "tensors are on meta, and the Triton kernels are for CUDA devices",
         "the logits are torch.float64, and the Triton kernels compute in float32",
     ]
-
-
-def test_a_gpu_without_the_fused_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    for capability, refused in (((8, 9), True), ((9, 0), False), ((10, 3), False), ((12, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        dispatch.why_not_triton.cache_clear()
-        dispatch.why_not_fused.cache_clear()
-        reason = dispatch.why_not_fused(torch.device("cuda", 3))
-        assert (reason is not None) == refused
-        if refused:
-            with pytest.raises(ValueError, match=f"for .* 9 and 10, and cuda:3 has {capability[0]}"):
-                dispatch.fused_product(torch.device("cuda", 3))
-    dispatch.why_not_triton.cache_clear()
-    dispatch.why_not_fused.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "hidden", "rows", "message"),
-    [
-        (torch.float16, 16, 16, "not torch.float16; leave it out"),
-        (torch.bfloat16, 12, 16, "hidden size 12: pad to a multiple of 8"),
-        (torch.bfloat16, 16, 18, "rows of a shard 18: pad to a multiple of 8"),
-    ],
-)
-def test_operands_that_the_fused_kernel_cannot_read(
-    dtype: torch.dtype, hidden: int, rows: int, message: str
-) -> None:
-    x, weight = torch.ones(3, hidden, dtype=dtype), torch.ones(rows, hidden, dtype=dtype)
-    shard, options = VocabRange(0, rows, rows), ShardOptions(fused=True)
-    with pytest.raises(ValueError, match=message):
-        output_forward(x, weight, torch.zeros(3, dtype=torch.int64), shard, options)
 
 
 def test_each_function_is_served_in_the_dtype_that_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:

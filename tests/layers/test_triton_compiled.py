@@ -86,29 +86,6 @@ def test_exponentials(capability: int, dtype: str, columns: int, options: dict[s
     )
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "options", rest_is_slow([{}, {"given": True}, {"kept": False}], {"given": True}), ids=str
-)
-def test_the_product_with_its_epilogue(
-    capability: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a given offset there is a second launch, for the rows that need it."""
-    from megatron_vocabpar.layers.kernels import triton_product
-
-    monkeypatch.setattr(triton_product, "tile_options", lambda _: triton_product.TILES[capability // 10])
-    monkeypatch.setattr(triton_product, "exponentials", lambda *_, **more: None)  # of the first ids
-    x, weight = (torch.empty(size, H, dtype=torch.bfloat16) for size in (256, 1024))
-    targets, stats = torch.zeros(256, dtype=torch.int64), torch.empty(256, 4)
-    out = torch.empty(256, 1024, dtype=torch.bfloat16) if options.get("kept", True) else None
-    offset = stats[:, 0] if "given" in options else None
-    names = check(
-        capability,
-        lambda: triton_product.product_exponentials(x, weight, targets, 1021, offset, out=out, stats=stats),
-    )
-    assert names == ["_product_kernel", "_sums_kernel"] * (1 if "given" in options else 2)
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scale_rows(capability: int, dtype: str) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
 
 from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.flags import spell
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions, options_of
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.options import APART, OPTIONS, conflicts
@@ -20,7 +17,6 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 
 NUMBERS: dict[str, Any] = {"metrics": ("entropy", "accuracy"), "target_rank": True}
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
-FUSED: dict[str, Any] = {"kernels": "fused"}
 GRADIENT: dict[str, Any] = {"metrics": ("entropy-gradient",)}
 
 
@@ -41,19 +37,6 @@ GRADIENT: dict[str, Any] = {"metrics": ("entropy-gradient",)}
         ("vocab-2", {"invariant": True, "rows_per_chunk": 4}, "rows_per_chunk=4: not with invariant=True"),
         ("vocab-2", {"invariant": True, "fp8_head": "row"}, "fp8_head='row': not with invariant=True"),
         ("vocab-2", {"invariant": True, **SMOOTH}, "label_smoothing=0.1: not with invariant=True"),
-        ("naive", FUSED, "kernels='fused': not with method naive, which keeps its logits"),
-        (
-            "vocab-2",
-            {"invariant": True, **FUSED},
-            "kernels='fused': not with invariant=True, which",
-        ),
-        ("vocab-2", {"fp8_head": "row", **FUSED}, "kernels='fused': not with fp8_head='row'"),
-        (
-            "vocab-2",
-            {**GRADIENT, **FUSED},
-            "kernels='fused': not with metrics=('entropy-gradient',)",
-        ),
-        ("vocab-2", {"kernels": "quack"}, "kernels='quack': choose one of auto"),
         ("vocab-2", {"fp8_head": "row", "fp32_head": True}, "fp8_head='row': not with fp32_head=True"),
         (
             "vocab-2",
@@ -94,7 +77,7 @@ def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str,
 
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "interlaced"])
 def test_every_option_goes_alone_with_methods_that_partition(method: str) -> None:
-    values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH, **FUSED}
+    values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH}
     values |= {"distillation": Distillation(), **NUMBERS}
     refused = {"distillation", "top_logprobs"} if method == "interlaced" else set()
     for name in options_of(VocabOptions):
@@ -116,12 +99,7 @@ def test_a_door_spells_the_names() -> None:
     )
 
 
-def test_a_device_without_the_fused_kernel_is_named() -> None:
-    with pytest.raises(ValueError, match=r"kernels=.fused.: tensors are on cpu, and .*; leave it out"):
-        ForwardBackward("vocab-2", Mock(), torch.device("cpu"), options=VocabOptions(**FUSED))
-
-
-@pytest.mark.parametrize("more", [GRADIENT, FUSED, {"distillation": Distillation()}])
+@pytest.mark.parametrize("more", [GRADIENT, {"distillation": Distillation()}])
 def test_what_has_not_been_run_together_is_a_warning(more: dict[str, Any]) -> None:
     facts = Facts(options=VocabOptions(top_logprobs=4, **more), method=METHODS["vocab-2"])
     said = ask(facts, OPTIONS)

@@ -116,7 +116,7 @@ IN_PAIRS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 UNTIED = {"untie_embeddings_and_output_weights": True, "bf16": True}
 METRICS, SCALED = VocabOptions(metrics=("entropy",)), VocabOptions(logit_scale=0.5)
-FP32, FUSED = VocabOptions(fp32_head=True), VocabOptions(kernels="fused")
+FP32 = VocabOptions(fp32_head=True)
 ROW, MXFP8 = VocabOptions(fp8_head="row"), VocabOptions(fp8_head="mxfp8")
 REDIS: dict[str, Any] = {"method": "redis", "redistribute": True, "final_stage_layers": 1}
 
@@ -366,8 +366,6 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     (UNTIED | {"load": "here"}, {"options": FP32}, "and --no-load-optim"),
     (UNTIED | {"hidden_size": 72}, {"options": ROW}, "row: hidden size 72 is no mul.* 16;"),
     (UNTIED | {"hidden_size": 48}, {"options": MXFP8}, "mxfp8: hidden size 48 .* 32;"),
-    (UNTIED | {"bf16": False}, {"options": FUSED}, "kernels fused: its kernel multiplies .* --bf16"),
-    (UNTIED | {"hidden_size": 68}, {"options": FUSED}, "kernels fused: hidden size 68 is no mul.* 8;"),
     # layers moved away from the last stage
     (
         {"pipeline_model_parallel_size": 1, "pipeline_model_parallel_layout": "EtL"},
@@ -406,7 +404,6 @@ ACCEPTED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (UNTIED | {"bf16": False, "save": "here"}, {"options": FP32}),
     (UNTIED | {"hidden_size": 48}, {"options": ROW}),
     (UNTIED | {"hidden_size": 64}, {"options": MXFP8}),
-    (UNTIED | {"hidden_size": 48}, {"options": FUSED}),
 )
 """Settings and flags of ours that no rule forbids."""
 

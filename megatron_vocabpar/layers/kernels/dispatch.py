@@ -44,8 +44,6 @@ class RowKernels:
     scatter_add_rows_: InPlace
     merge: Callable[..., Softmax]
     row_gradient: Callable[..., RowGradient]
-    product_exponentials: Callable[..., Exponentials] | None = None
-    """The product and its exponentials in one kernel; None: ``fused_product`` looks for the device's."""
     softmax: ModuleType | None = None
     """The functions of ``cpu_softmax.py``, for whole shards of logits; None if chunks of them are used."""
 
@@ -106,33 +104,6 @@ def row_kernels(device: torch.device, dtype: torch.dtype) -> RowKernels:
         return triton_kernels()
     _warn_once(reason)
     return REFERENCE
-
-
-def fused_product(device: torch.device) -> Callable[..., Exponentials]:
-    """``reference.product_exponentials`` as one kernel, for bf16 operands whose rows have whole 16 bytes.
-
-    Raises:
-        ValueError: where there is none.
-    """
-    chosen = _chosen.get()
-    if chosen is not None and chosen.product_exponentials is not None:
-        return chosen.product_exponentials
-    if reason := why_not_fused(device):
-        raise ValueError(f"kernels='fused': {reason}; leave it out")
-    from megatron_vocabpar.layers.kernels.triton_product import product_exponentials
-
-    return product_exponentials
-
-
-@cache
-def why_not_fused(device: torch.device) -> str | None:
-    """Why no kernel makes exponentials with the product on this device, or None."""
-    if reason := why_not_triton(device, torch.float32):
-        return reason
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability[0] not in (9, 10):
-        return f"the fused kernel is for compute capability 9 and 10, and {device} has {capability[0]}"
-    return None
 
 
 @cache

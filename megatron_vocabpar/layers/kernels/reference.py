@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import NOTHING, fraction_power, power_of_two, split_exponent
-from megatron_vocabpar.layers.gemm import product, result_dtype
+from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -31,14 +31,6 @@ LEEWAY = 8
 
 It is 0 here. A kernel that reads a row once takes k from the row's first ids, and reads the row again if a
 later exponent exceeds it by more. Stored values are then up to 2^8, which costs no digit.
-"""
-
-FUSED_LEEWAY = 64
-"""``LEEWAY`` of the fused kernel, where reading a row again repeats its product.
-
-Stored values are then up to 2^64, in bf16, and an A up to 2^64 times as large; nothing else of S and T sees
-it, nor does an entropy (``extras/entropy.py``). But the gradient of one is made of the rounded ``E ln E``,
-where ln E would be up to 44, so it has its exponentials from the row kernel.
 """
 
 
@@ -183,32 +175,6 @@ def exponentials(
     stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
     stats[:, :STATS_WIDTH].copy_(torch.stack((k, s_rest, target_logit, owner), dim=1))
     return Exponentials(out, stats, target_slope)
-
-
-def product_exponentials(
-    x: Tensor,
-    weight: Tensor,
-    target_row: Tensor,
-    valid_rows: int,
-    offset: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    stats: Tensor | None = None,
-    terms: LossTerms = PLAIN,
-) -> Exponentials:
-    """The whole S pass: the product, and ``exponentials`` of it.
-
-    Args:
-        x: [n, H] in the operands' dtype; of a kernel bf16.
-        weight: [P, H] like x.
-        out: [n, P] like x; None if E is not needed.
-
-    The other arguments and the result are those of ``exponentials``.
-    """
-    logits = product(x, weight.t())
-    return exponentials(
-        logits, target_row, valid_rows, offset, dtype=x.dtype, out=out, stats=stats, terms=terms
-    )
 
 
 def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:

@@ -179,7 +179,6 @@ def _shard_options(chain: OutputChain, extras: Sequence[Extra]) -> ShardOptions:
         rows_per_chunk=options.rows_per_chunk,
         terms=chain.terms,
         gradients=chain.gradients,
-        fused=options.kernels == "fused",
     )
 
 

@@ -6,7 +6,6 @@ Standard library only.
 
 from __future__ import annotations
 
-from megatron_vocabpar.layers.recipes import FUSED_MULTIPLE
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.rule import Rule
 
@@ -18,10 +17,6 @@ HEADS = (
         lambda f: f.options.fp32_head and (f.bf16 or f.fp16) and f.stores_optimizer,
         "Megatron's optimizers keep no state of float32 weights among 16-bit ones in a checkpoint",
         "give --no-save-optim and --no-load-optim"),
-    Rule("{f.option[kernels]}", lambda f: f.options.kernels == "fused" and not f.bf16,
-        "its kernel multiplies bfloat16", "give --bf16, or leave it out"),
-    Rule("{f.option[kernels]}", lambda f: f.options.kernels == "fused" and f.hidden_size % FUSED_MULTIPLE,
-        f"hidden size {{f.hidden_size}} is no multiple of {FUSED_MULTIPLE}"),
     Rule("{f.option[fp8_head]}",
         lambda f: f.options.fp8_recipe and f.hidden_size % f.options.fp8_recipe.multiple,
         "hidden size {f.hidden_size} is no multiple of {f.options.fp8_recipe.multiple}"),

@@ -82,14 +82,11 @@ _OR = "leave out the one or the other"
 APART = (
     Apart(tuple(options_of(VocabOptions)), "which does not partition the output layer",
         "use vocab-1 or vocab-2", where=_is_whole),
-    Apart(("recompute", "kernels", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
+    Apart(("recompute", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
         "which keeps its logits between two barriers", "use vocab-1 or vocab-2, or leave it out",
         where=_keeps_logits),
     Apart(("recompute", "rows_per_chunk", "label_smoothing", "fp8_head"),
         "which is computed in blocks of its own", "keep one of them", others=("invariant",)),
-    Apart(("kernels",),
-        "which the fused kernel does not have: it has bfloat16 products, plain logits, and no logarithms",
-        _OR, others=("invariant", "fp32_head", "fp8_head", "softcap", "gradients", "distillation")),
     Apart(("fp8_head",), "another precision of the same operands", "keep one of them",
         others=("fp32_head",)),
     Apart(OF_EXPONENTIALS, "which leave no plain exponentials to make it of", _OR,
@@ -103,7 +100,7 @@ APART = (
         "which leave no plain exponentials, or not those of all tokens, to take them from", _OR,
         others=(*WITHOUT_EXPONENTIALS, "drop_masked")),
     Apart(("top_logprobs",), "with which they have not been run", _OR,
-        others=("gradients", "kernels", "distillation"), level=UNTESTED),
+        others=("gradients", "distillation"), level=UNTESTED),
 )  # fmt: skip
 """What cannot be combined."""
 
