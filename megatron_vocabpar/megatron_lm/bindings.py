@@ -89,7 +89,6 @@ def of_a_model(module: str) -> bool:
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
-_CACHED_LOGITS = "megatron.training.distillation.cached_logits_loss"
 _CHECKPOINTING = "megatron.training.checkpointing"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
@@ -184,27 +183,6 @@ BINDINGS = (
         ("megatron.core.models.mamba", "mamba_builders", "model_provider", "__main__"),
         "as GPTModel; later a subclass of HybridModel",
         until="0.17",
-    ),
-    Binding(
-        _CACHED_LOGITS,
-        "StudentLogitsCapture.attach_hooks",
-        (),
-        "hooks the output layer for logits, which no rank holds; the pipeline hands the divergence over",
-        since="0.19",
-    ),
-    Binding(
-        "megatron.training.distillation.logits_saver",
-        "LogitsSaverHooks.attach_hooks",
-        (),
-        "hooks the output layer for logits, which no rank holds; the pipeline hands the most likely ids over",
-        since="0.19",
-    ),
-    Binding(
-        _CACHED_LOGITS,
-        "CachedLogitsKDLoss.__call__",
-        (),
-        "compares a teacher with those logits; the pipeline has computed the divergence",
-        since="0.19",
     ),
     Binding(
         "megatron.core.distributed.distributed_data_parallel",

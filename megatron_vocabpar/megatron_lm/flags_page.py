@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from megatron_vocabpar.megatron_lm.flags import FLAGS, PUBLISHED, Flag
+from megatron_vocabpar.megatron_lm.flags import FLAGS, PUBLISHED, Flag, spell
 from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
-from megatron_vocabpar.megatron_lm.rules.check import spelled
 from megatron_vocabpar.pipeline.rules.options import APART, Apart
 from megatron_vocabpar.pipeline.rules.rule import UNTESTED
 from megatron_vocabpar.schedule.words.methods import METHODS
@@ -39,7 +38,7 @@ def warnings_table() -> Iterator[str]:
 
 def _shown(text: str) -> str:
     """A text of a rule with flags as code, and without the facts that it fills in."""
-    text = re.sub(r"\{f\.option\[(\w+)\]\}", lambda match: spelled(match[1], True), text)
+    text = re.sub(r"\{f\.option\[(\w+)\]\}", lambda match: spell(match[1], True), text)
     return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.family_flag}", "the family")))
 
 

@@ -27,13 +27,7 @@ from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, no
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.megatron_lm.rules.layouts import LINES
 from megatron_vocabpar.megatron_lm.saved_buckets import metadata_with_buckets, state_of_own_buckets
-from megatron_vocabpar.megatron_lm.saved_logits import SavedLogits, save_without_hooks
 from megatron_vocabpar.megatron_lm.scripts import check_script
-from megatron_vocabpar.megatron_lm.stored_teacher import (
-    StoredTeacher,
-    capture_without_hooks,
-    divergence_of_the_pipeline,
-)
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.model.chunks import ChunkPosition, chunk_position, shown_as_rank
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
@@ -61,9 +55,6 @@ def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:
         "get_gpt_mtp_block_spec": _layers_of_the_stage,
         "get_transformer_block_with_experimental_attention_variant_spec": _layers_of_the_stage,
         "select_pipeline_segment": _segment_of_the_stage,
-        "StudentLogitsCapture.attach_hooks": capture_without_hooks,
-        "LogitsSaverHooks.attach_hooks": save_without_hooks,
-        "CachedLogitsKDLoss.__call__": divergence_of_the_pipeline,
         "DistributedDataParallel.__init__": wrapped_in_buckets,
         "_build_sharded_state_dict_metadata": metadata_with_buckets,
         "DistributedOptimizer.sharded_state_dict": state_of_own_buckets,
@@ -157,27 +148,13 @@ class ScheduleRunner:
     def __init__(self, config: FlagConfig) -> None:
         self._config = config
         self._run: Watched | None = None
-        self._teacher: StoredTeacher | None = None
-        self._saved: SavedLogits | None = None
 
     def __call__(self, **arguments: Any) -> list[Any]:
         if self._run is None:
             from megatron.training import get_args
 
-            args = get_args()
-            self._run = build(self._config, args, arguments)
-            if getattr(args, "logits_load_dir", None):
-                self._teacher = StoredTeacher(args, self._config, self._run.run.device)
-            if getattr(args, "logits_save_dir", None):
-                self._saved = SavedLogits(args, self._config)
-        if self._teacher is not None and not arguments.get("forward_only"):
-            arguments = self._teacher.arguments(arguments)
-        if self._saved is not None:
-            arguments = self._saved.arguments(arguments)
-        reported = self._run(**compat.call_arguments(arguments))
-        if self._saved is not None:
-            self._saved.write()
-        return reported
+            self._run = build(self._config, get_args(), arguments)
+        return self._run(**compat.call_arguments(arguments))
 
     def capture_order(self, num_microbatches: int) -> list[int]:
         """The order in which layers are captured, as ``ForwardBackward.capture_order``.

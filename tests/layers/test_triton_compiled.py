@@ -17,7 +17,6 @@ from megatron_vocabpar.doctor.triton_spin import spin
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.numbers import Slopes, empty_softmax
 from megatron_vocabpar.layers.terms import LossTerms
-from tests.cases import rest_is_slow
 
 from .compiled import compile_launches, driver
 

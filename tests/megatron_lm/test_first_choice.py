@@ -46,7 +46,7 @@ def test_vocabulary_layers_are_whole_where_that_is_faster(asked: str, vocabulary
 
 
 @pytest.mark.parametrize("flags", [
-    "--vocab-parallel-method vocab-2", "--vocab-parallel-logit-softcap 30", "--logits-load-dir teacher",
+    "--vocab-parallel-method vocab-2", "--vocab-parallel-logit-softcap 30",
     "--mtp-num-layers 1",  # with Megatron's default positions, which are learned
 ])  # fmt: skip
 def test_whole_layers_are_left_out_where_they_cannot_be(flags: str) -> None:

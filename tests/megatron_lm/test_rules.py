@@ -15,7 +15,7 @@ from megatron_vocabpar.megatron_lm.rules.check import TABLES, check, facts_of, s
 from megatron_vocabpar.megatron_lm.rules.layouts import LINES
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
 from tests.support.megatron_parser import PLAIN
-from tests.support.rule_cases import ACCEPTED, FITS_EARLY, FLAGS, LOGITS, REFUSED, WAITS
+from tests.support.rule_cases import ACCEPTED, FITS_EARLY, FLAGS, REFUSED, WAITS
 
 RULES = [rule for table in TABLES for rule in table]
 
@@ -36,7 +36,7 @@ def config_of(**more: Any) -> FlagConfig:
 
 
 def cases() -> Iterator[tuple[dict[str, Any], FlagConfig]]:
-    yield from ((settings, config_of()) for settings, _ in (*FLAGS, *LOGITS))
+    yield from ((settings, config_of()) for settings, _ in FLAGS)
     yield from ((settings, config_of(**more)) for settings, more, _ in REFUSED)
 
 
@@ -45,7 +45,7 @@ def applying(settings: dict[str, Any], config: FlagConfig) -> list[Rule]:
     return [rule for rule in RULES if rule.sentence(facts)]
 
 
-@pytest.mark.parametrize(("settings", "remedy"), [*FLAGS, *LOGITS])
+@pytest.mark.parametrize(("settings", "remedy"), FLAGS)
 def test_a_flag_is_named_with_its_remedy(settings: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         check(SimpleNamespace(**PLAIN | settings), config_of(strict=True))

@@ -42,27 +42,12 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"save_activations_interval": 10}, "leave them out"),
     ({"export_kd_teacher_load": "teacher"}, "leave them out"),
     ({"modelopt_enabled": True}, "leave them out"),
+    ({"logits_load_dir": "teacher"}, "--logits-load-dir, --logits-save-dir: .* leave them out; a call"),
+    ({"logits_save_dir": "teacher"}, "leave them out"),
     ({"perform_rl_step": True}, "leave it out"),
     ({"delay_wgrad_compute": True}, "--delay-wgrad-compute: .* use dualpipev or 1f1b-overlap, or leave it"),
 )
 """Settings that are refused or warned of in 1F1B, and what to do."""
-
-STORED = {"logits_load_dir": "teacher", "logits_load_kd_loss_alpha": 0.5}
-SAVED = {"logits_save_dir": "teacher"}
-LOGITS: tuple[tuple[dict[str, Any], str], ...] = (
-    (STORED | {"logits_load_kd_loss_alpha": 2.0}, "--logits-load-kd-loss-alpha 2.0: .* give 0 to 1"),
-    (STORED | {"logits_load_ignore_errors": True}, "--logits-load-ignore-errors: .* leave it out"),
-    (STORED | {"mtp_num_layers": 1}, "--logits-load-dir with multi-token prediction: .* leave out one"),
-    (STORED | {"fp16": True}, "--logits-load-dir in float16: .*--bf16.*--vocab-parallel-fp32-head"),
-    (SAVED | {"mtp_num_layers": 1}, "--logits-save-dir with multi-token prediction: .* leave out one"),
-    (
-        SAVED | {"freeze_all_layers": True, "logit_dtype": None},
-        "--logits-save-dir with --freeze-all-layers: .* leave out one",
-    ),
-    (SAVED | {"sft": True}, "--logits-save-dir with --sft: .* leave out one"),
-    (SAVED | {"use_mup": True}, "--logits-save-dir with --use-mup: .* leave out one"),
-    (SAVED | STORED, "--logits-save-dir with --logits-load-dir: .* leave out one"),
-)
 
 LOCAL_GRAPHS = {"cuda_graph_impl": "local", "cuda_graph_scope": "full"}
 SCOPES = ["attn", "moe_router", "moe_preprocess"]
@@ -115,7 +100,6 @@ IN_PAIRS: tuple[tuple[dict[str, Any], str], ...] = (
     ),
 )
 UNTIED = {"untie_embeddings_and_output_weights": True, "bf16": True}
-METRICS, SCALED = VocabOptions(metrics=("entropy",)), VocabOptions(logit_scale=0.5)
 FP32 = VocabOptions(fp32_head=True)
 ROW, MXFP8 = VocabOptions(fp8_head="row"), VocabOptions(fp8_head="mxfp8")
 REDIS: dict[str, Any] = {"method": "redis", "redistribute": True, "final_stage_layers": 1}
@@ -354,9 +338,6 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         for more in ({}, {"overlap_moe_expert_parallel_comm": False} | TE)
     ),
     # options of the vocabulary layers
-    (STORED, {"options": METRICS}, "takes no metrics; leave out --vocab-parallel-metrics"),
-    (SAVED, {"options": METRICS}, "with --vocab-parallel-metrics: .* leave out one"),
-    (SAVED, {"options": SCALED}, "with --vocab-parallel-logit-scale: stock stores logits without it"),
     (
         UNTIED | {"untie_embeddings_and_output_weights": False},
         {"options": FP32},

@@ -6,35 +6,25 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import spell
 from megatron_vocabpar.megatron_lm.layouts import model_chunks
 from megatron_vocabpar.megatron_lm.rules.flags import FLAGS
 from megatron_vocabpar.megatron_lm.rules.layouts import CHUNKS, REDISTRIBUTION
 from megatron_vocabpar.megatron_lm.rules.pairs import PAIRS
-from megatron_vocabpar.megatron_lm.rules.stored import CHECKPOINTS, LOGITS
-from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.megatron_lm.rules.stored import CHECKPOINTS
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
-from megatron_vocabpar.pipeline.rules.model import HEADS, PLACED, SPLIT_W, TEACHERS, WHOLE
+from megatron_vocabpar.pipeline.rules.model import HEADS, PLACED, SPLIT_W, WHOLE
 from megatron_vocabpar.pipeline.rules.options import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Level, Table, ask
 from megatron_vocabpar.schedule.words.methods import method_named
 
-_OURS: tuple[Table, ...] = (GRAPHS, FLAGS, CHUNKS, PLACED, SPLIT_W, WHOLE, PAIRS, LOGITS, TEACHERS)
+_OURS: tuple[Table, ...] = (GRAPHS, FLAGS, CHUNKS, PLACED, SPLIT_W, WHOLE, PAIRS)
 """Of launch lines with a schedule of ours."""
 
 TABLES: tuple[Table, ...] = (*_OURS, HEADS, CHECKPOINTS, REDISTRIBUTION)
 """All but those on our own options."""
-
-_STORED = {"distillation": "--logits-load-dir", "top_logprobs": "--logits-save-dir"}
-"""Megatron's flags that stand for options of ours."""
-
-
-def spelled(name: str, value: Any) -> str:
-    """How a launch line writes an option of ours, or the flag of Megatron's that stands for it."""
-    return _STORED.get(name) or spell(name, value)
 
 
 def facts_of(args: Any, config: FlagConfig) -> Facts:
@@ -49,9 +39,9 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
     families = config.families(n)
     return replace(
         known,
-        options=_with_stored(config.options, known),
+        options=config.options,
         method=method_named(config.method),
-        spell=spelled,
+        spell=spell,
         family=config.family,
         p=args.pipeline_model_parallel_size,
         chunks=chunks,
@@ -67,13 +57,6 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
             isinstance(getattr(args, "cuda_graph_scope", None), list) and not known.has("cuda_graph_modules")
         ),
     )
-
-
-def _with_stored(options: VocabOptions, facts: Facts) -> VocabOptions:
-    """The options with those that Megatron's flags of stored log-probabilities stand for."""
-    if facts.logits_load_dir:
-        options = replace(options, distillation=Distillation("forward"))
-    return replace(options, top_logprobs=1) if facts.logits_save_dir else options
 
 
 def said_of(args: Any, config: FlagConfig, more: Table = ()) -> dict[Level, list[str]]:

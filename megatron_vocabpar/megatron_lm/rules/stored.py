@@ -1,8 +1,4 @@
-"""What is stored: ``LOGITS``, a teacher's numbers, and ``CHECKPOINTS``, what a training starts from.
-
-``check.py`` takes ``--logits-load-dir`` for the option ``distillation`` and ``--logits-save-dir`` for
-``top_logprobs``, so the rows on these count too. Standard library only.
-"""
+"""``CHECKPOINTS``: what a training starts from. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,38 +7,6 @@ from pathlib import Path
 from megatron_vocabpar.megatron_lm.checkpoints import is_legacy, is_of_modelopt, starting_checkpoint
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.rule import Rule
-
-_ONE = "leave out one"
-
-
-def _saved_with(other: str, setting: str, why: str) -> Rule:
-    return Rule(
-        f"--logits-save-dir with {other}", lambda f: f.logits_save_dir and f.is_set(setting), why, _ONE
-    )
-
-
-LOGITS = (
-    Rule("--logits-load-ignore-errors",
-        lambda f: f.logits_load_dir and f.is_set("logits_load_ignore_errors"),
-        "one rank would go on without a teacher"),
-    Rule("--logits-load-dir", lambda f: f.logits_load_dir and f.options.needs_exponentials,
-        "its loss function takes no metrics", "leave out --vocab-parallel-metrics"),
-    Rule("--logits-load-kd-loss-alpha {f.logits_load_kd_loss_alpha}",
-        lambda f: f.logits_load_dir and not 0 <= f.logits_load_kd_loss_alpha <= 1,
-        "it is the part of the loss that the teacher has", "give 0 to 1"),
-    _saved_with("--logits-load-dir", "logits_load_dir", "a student's loss is not 0"),
-    _saved_with("--use-mup", "use_mup", "stock stores logits without its factor"),
-    _saved_with("--sft", "sft", "tokens without a label are not in the output layer"),
-    # Known by an option that came later than 0.19.
-    Rule("--logits-save-dir with --freeze-all-layers",
-        lambda f: f.logits_save_dir and f.freeze_all_layers and f.has("logit_dtype"),
-        "Megatron then runs no step of training, which finds ids", _ONE),
-    Rule("--logits-save-dir with --vocab-parallel-metrics",
-        lambda f: f.logits_save_dir and f.options.needs_exponentials, "the loss function has none to give",
-        _ONE),
-    Rule("--logits-save-dir with --vocab-parallel-logit-scale",
-        lambda f: f.logits_save_dir and f.options.logit_scale != 1, "stock stores logits without it", _ONE),
-)  # fmt: skip
 
 
 def _of_modelopt(facts: Facts) -> Path | None:
