@@ -11,7 +11,7 @@ VERBS = {
     "paper": "The paper's tables, simulated.",
     "runtime": "Our executor beside Megatron's own 1F1B.",
     "kernels": "The vocabulary layers' passes beside other layers.",
-    "losses": "losses.compat beside the frameworks' own functions.",
+    "losses": "Our losses beside the frameworks' own functions.",
     "drift": "Why the log-probabilities of two runs differ.",
     "page": "A table of the documentation.",
 }

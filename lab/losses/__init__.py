@@ -1,1 +1,1 @@
-"""Our ``losses.compat`` beside the frameworks' own functions: ``python -m lab losses``."""
+"""Our losses beside the frameworks' own functions: ``python -m lab losses``."""

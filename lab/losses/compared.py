@@ -1,4 +1,4 @@
-"""Our ``losses.compat`` beside the functions whose names it bears: values, gradients, time and memory.
+"""Our losses beside other frameworks' functions, under their names: values, gradients, time and memory.
 
 Every rank of a small gloo (nccl) group loads the other framework's module from a checkout, gives both
 functions copies of the same shard, and compares results and gradients. Forward and backward are timed in
@@ -150,7 +150,6 @@ def _data(rank: int, setting: Setting, device: torch.device) -> Data:
         hidden=hidden.to(dtype).to(device),
         weight=mine.to(device),
         targets=targets.to(device),
-        keep=(torch.arange(rows) % 3 != rank).expand(setting.tokens, rows).contiguous().to(device),
         start=start,
         stop=stop,
         group=group,

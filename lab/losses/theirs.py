@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import importlib
 import logging
+import runpy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import floordiv
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vocabpar.losses.compat import nemo_rl, roll, slime, verl
+from megatron_vocabpar.losses.compat import roll
 
 MODULES = {
     "ROLL": {
@@ -36,9 +37,9 @@ MODULES = {
 }
 """Framework -> the files in its repository that hold the functions."""
 
-OURS = {"ROLL": roll, "verl": verl, "NeMo-RL": nemo_rl, "slime": slime}
+_EXAMPLE = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples/losses_compat.py")))
+OURS = {"ROLL": roll, "verl": _EXAMPLE, "NeMo-RL": _EXAMPLE, "slime": _EXAMPLE}
 """Framework -> our functions of the same names."""
-
 
 STAND_INS: Mapping[str, Mapping[str, object]] = {
     "mcore_adapter.utils": {"divide": floordiv, "get_logger": logging.getLogger},
@@ -126,7 +127,6 @@ class Data:
         hidden: [s, 1, H], the same on every rank.
         weight: [P, H].
         targets: [1, s] ids.
-        keep: [s, P] boolean.
         start, stop: this rank's ids.
         group: the ranks.
         part: [1, s / R] values of this rank's positions (context ring).
@@ -136,7 +136,6 @@ class Data:
     hidden: Tensor
     weight: Tensor
     targets: Tensor
-    keep: Tensor
     start: int
     stop: int
     group: dist.ProcessGroup
@@ -197,21 +196,16 @@ CASES = (
         "NeMo-RL", "model_utils", "vocab_parallel_argmax", _LOGITS,
         lambda f, data, y: f(y, tp_group=data.group), without_gradient=True,
     ),
-    Case(
-        "NeMo-RL", "model_utils", "allgather_cp_sharded_tensor", ("part",),
-        lambda f, data, x: f(x, data.group, seq_dim=1), ring="context",
-    ),
     *(
         Case(
             "slime", "ppo", "calculate_log_probs_and_entropy", _LOGITS,
-            lambda f, data, y, options=options: f(y.squeeze(0), data.targets[0], data.group, *options(data)),
+            lambda f, data, y, options=options: f(y.squeeze(0), data.targets[0], data.group, *options),
             variant,
         )
         for variant, options in (
-            ("log-probabilities", lambda data: (False,)),
-            ("with entropy", lambda data: (True,)),
-            ("with entropy, chunks of 128", lambda data: (True, 128)),
-            ("with entropy, keep mask", lambda data: (True, -1, data.keep)),
+            ("log-probabilities", (False,)),
+            ("with entropy", (True,)),
+            ("with entropy, chunks of 128", (True, 128)),
         )
     ),
 )  # fmt: skip

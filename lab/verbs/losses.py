@@ -1,4 +1,4 @@
-"""``python -m lab losses``: our ``losses.compat`` beside the frameworks' own functions.
+"""``python -m lab losses``: our losses beside the frameworks' own functions.
 
 Their code is read from checkouts that you name. Next: ``lab/losses/compared.py``, which measures.
 """
@@ -35,7 +35,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.option("--rounds", default=7, help="Measured rounds of every function.")
 @FORMAT
 def losses_command(output_format: str, **options: Any) -> None:
-    """Compare losses.compat with ROLL's, verl's, NeMo-RL's and slime's own functions."""
+    """Compare our losses with ROLL's, verl's, NeMo-RL's and slime's own functions."""
     names = {"roll": "ROLL", "verl": "verl", "nemo_rl": "NeMo-RL", "slime": "slime"}
     folders = {name: options.pop(option) for option, name in names.items()}
     checkouts = {name: folder for name, folder in folders.items() if folder is not None}

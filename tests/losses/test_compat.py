@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vocabpar.losses.compat import nemo_rl, slime
 from tests.losses import reference
 from tests.losses.reference import error
 from tests.spawn import run_ranks
 
 TOKENS, VOCAB, HIDDEN = 8, 12, 5
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "losses_compat.py"
+nemo_rl = slime = verl = SimpleNamespace(**runpy.run_path(str(_EXAMPLE)))
 
 
 class Whole:
@@ -50,7 +53,7 @@ def same(found: Tensor, expected: Tensor, leaf: Tensor, full: Tensor, mine: slic
 def _from_megatron(rank: int) -> None:
     from megatron.core import parallel_state
 
-    from megatron_vocabpar.losses.compat import roll, verl
+    from megatron_vocabpar.losses.compat import roll
 
     size = dist.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -96,10 +99,6 @@ def _nemo_rl(rank: int) -> None:
     for chunk in (None, 3):
         found = nemo_rl.from_parallel_logits_to_logprobs(leaf, whole.targets, *ids, chunk_size=chunk)
         same(found, expected, leaf, full, mine)
-    # logits padded behind the sequence
-    padded = torch.cat((leaf, torch.full_like(leaf[:, :2], torch.nan)), dim=1)
-    found = nemo_rl.from_parallel_logits_to_logprobs(padded, whole.targets, *ids)
-    assert error(found, expected) < 1e-13
     assert torch.equal(nemo_rl.vocab_parallel_argmax(leaf, tp_group=group), full.argmax(dim=-1))
     # sequence-parallel hidden states
     hidden = whole.hidden.transpose(0, 1).chunk(size)[rank].clone().requires_grad_()
@@ -113,70 +112,34 @@ def _nemo_rl(rank: int) -> None:
     weighted(reference.logprobs((full_x @ full_w.t())[:, :-1], whole.targets[:, 1:])).backward()
     assert error(hidden.grad, full_x.grad.transpose(0, 1).chunk(size)[rank]) < 1e-13
     assert error(weight.grad, full_w.grad[mine]) < 1e-13
-    with pytest.raises(ValueError, match="top-k"):
-        nemo_rl.from_parallel_logits_to_logprobs(
-            leaf, whole.targets, *ids, sampling_params=SimpleNamespace(top_k=5)
-        )
-    # context parallelism: each rank's own group for the vocabulary
-    own = [dist.new_group([r]) for r in range(size)][rank]
-    chunk = TOKENS // (2 * size)
-    chunks = whole.logits().detach().split(chunk, dim=1)
-    leaf = torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1).requires_grad_()
-    found = nemo_rl.from_parallel_logits_to_logprobs(leaf, whole.targets, 0, VOCAB, own, cp_group=group)
-    assert error(found, expected) < 1e-13
-    weighted(found).backward()
-    full.grad = None
-    weighted(expected).backward()
-    grads = full.grad.split(chunk, dim=1)
-    # NeMo-RL adds the ranks' gradients of the gathered sequence.
-    assert error(leaf.grad, size * torch.cat((grads[rank], grads[2 * size - 1 - rank]), dim=1)) < 1e-13
-    with pytest.raises(ValueError, match="context parallelism"):
-        nemo_rl.from_parallel_hidden_states_to_logprobs(
-            hidden, weight, True, whole.targets, *ids, cp_group=group
-        )
 
 
 def test_nemo_rl() -> None:
     run_ranks(2, _nemo_rl)
 
 
-def _slime(rank: int, named: bool) -> None:
-    size = dist.get_world_size()
-    group = dist.group.WORLD if named else None  # None means all ranks there
+def _slime(rank: int) -> None:
+    group = dist.group.WORLD
     whole = Whole()
     full = whole.logits()
-    leaf, mine = whole.shard(rank, size)
+    leaf, mine = whole.shard(rank, dist.get_world_size())
     tokens = whole.targets.flatten()
-    keep = torch.rand(2 * TOKENS, VOCAB, generator=torch.Generator().manual_seed(1)) < 0.5
-    forced = keep.clone()
-    forced[torch.arange(2 * TOKENS), tokens] = True
-    masked = full.flatten(0, 1).masked_fill(~forced, -torch.inf)
-    entropy_wanted = reference.entropy(full).flatten()
-    for mask, wanted in (
-        (None, reference.logprobs(full, whole.targets).view(-1, 1)),
-        (keep[:, mine], reference.logprobs(masked, tokens).view(-1, 1)),
-    ):
-        for with_grad in (True, False):
-            logprob, entropy = slime.calculate_log_probs_and_entropy(
-                leaf.flatten(0, 1), tokens, group, True, 5, mask, with_grad
-            )
-            assert logprob.shape == (2 * TOKENS, 1)
-            assert entropy.requires_grad == with_grad
-            assert error(entropy, entropy_wanted) < 1e-13
-            value, expected = logprob.squeeze(-1), wanted.squeeze(-1)
-            if with_grad:
-                value, expected = value + 2 * entropy, expected + 2 * entropy_wanted
-            leaf.grad = full.grad = None
-            weighted(value).backward()
-            weighted(expected).backward(retain_graph=True)
-            assert error(value, expected) < 1e-13
-            assert error(leaf.grad, full.grad[..., mine]) < 1e-13
-    logprob, entropy = slime.calculate_log_probs_and_entropy(leaf.flatten(0, 1), tokens, group)
+    wanted = reference.logprobs(full, whole.targets).view(-1, 1)
+    both = slime.calculate_log_probs_and_entropy(leaf.flatten(0, 1), tokens, group, True, 5)
+    expected = wanted + 2 * reference.entropy(full).view(-1, 1)
+    same(both[0] + 2 * both[1].unsqueeze(-1), expected, leaf, full, mine)
+    alone, entropy = slime.calculate_log_probs_and_entropy(leaf.flatten(0, 1), tokens, group)
+    same(alone, wanted, leaf, full, mine)
     assert entropy is None
-    for result in slime.calculate_log_probs_and_entropy(leaf.flatten(0, 1)[:0], tokens[:0], group, True):
-        assert result.shape == (0,)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_slime(named: bool) -> None:
-    run_ranks(3, _slime, named)
+def test_slime() -> None:
+    run_ranks(3, _slime)
+
+
+def test_verl_linear_cross_entropy() -> None:
+    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(9, 4), torch.randint(0, 9, (2, 3))
+    logprobs, entropy = verl.linear_cross_entropy(hidden, weight, labels, 0.8, "none", None)
+    logits = (hidden.double() @ weight.double().t()).flatten(0, 1)
+    assert error(logprobs, reference.logprobs(logits, labels.flatten(), 0.8)) < 1e-6
+    assert error(entropy, reference.entropy(logits, 0.8)) < 1e-6

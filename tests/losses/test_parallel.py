@@ -8,9 +8,7 @@ import torch.distributed as dist
 
 from lab.runs import numbers, record
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges, ranges_from_sizes
-from megatron_vocabpar.losses import LazyLogits, vocab_argmax, vocab_cross_entropy, vocab_kl, vocab_logprobs
-from megatron_vocabpar.losses.compat import nemo_rl, slime
-from megatron_vocabpar.losses.compat import verl as verl_compat
+from megatron_vocabpar.losses import LazyLogits, vocab_argmax, vocab_kl, vocab_logprobs
 from megatron_vocabpar.losses.tensor_parallel import all_reduce, copy_to_shards, nll_mean, nll_per_token
 from megatron_vocabpar.losses.zigzag import zigzag_gather, zigzag_order, zigzag_split
 from tests.losses import reference
@@ -97,14 +95,6 @@ def _two_ranks(rank: int) -> None:
     entering = torch.ones(3, requires_grad=True)
     copy_to_shards(entering, group).mul(rank + 1).sum().backward()
     assert torch.equal(entering.grad, torch.full((3,), 3.0))
-    # compat: NeMo-RL shifts the ids itself
-    next_ids = nemo_rl.from_parallel_logits_to_logprobs(shard, targets, mine.start, mine.stop, group, True)
-    assert error(next_ids, reference.logprobs(whole[:, :-1], targets[:, 1:])) < 1e-14
-    logprob, entropy = slime.calculate_log_probs_and_entropy(
-        shard.flatten(0, 1), targets.flatten(), group, with_entropy=True, chunk_size=3
-    )
-    assert error(logprob, reference.logprobs(whole, targets).view(-1, 1)) < 1e-14
-    assert error(entropy, reference.entropy(whole).flatten()) < 1e-14
     # zigzag over real ranks
     x = torch.arange(16.0).view(2, 8).requires_grad_()
     part = zigzag_split(x, rank, 2, dim=1)
@@ -137,12 +127,3 @@ def test_zigzag_order() -> None:
     assert zigzag_order(8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
     with pytest.raises(ValueError, match="multiple of 4"):
         zigzag_order(10, 2)
-
-
-def test_verl_linear_cross_entropy() -> None:
-    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(9, 4), torch.randint(0, 9, (2, 3))
-    logprobs, entropy = verl_compat.linear_cross_entropy(hidden, weight, labels, 0.8, "none", None)
-    logits = (hidden.double() @ weight.double().t()).flatten(0, 1)
-    assert error(logprobs, reference.logprobs(logits, labels.flatten(), 0.8)) < 1e-6
-    assert error(entropy, reference.entropy(logits, 0.8)) < 1e-6
-    assert float(vocab_cross_entropy(hidden @ weight.t(), labels)) > 0

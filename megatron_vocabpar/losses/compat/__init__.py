@@ -1,5 +1,5 @@
-"""Functions with the names and positional arguments that RL frameworks call: swap one import.
+"""Functions with the names and positional arguments that ROLL calls: swap one import.
 
-``roll``, ``verl``, ``nemo_rl`` and ``slime`` name the file that they replace, and the commit whose signatures
-they follow. If a framework reads a global group of Megatron's, so does its module here.
+``roll`` names the files that it replaces, and the commit whose signatures it follows. Those of other
+frameworks are a few lines each, in ``examples/losses_compat.py``.
 """
