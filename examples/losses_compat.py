@@ -1,4 +1,4 @@
-"""Functions that verl, slime and NeMo-RL call, in a few lines each: copy what you need, and change one import.
+"""Functions that verl, slime and NeMo-RL call, in a few lines each: copy them, and change one import.
 
 ``torchrun --nproc-per-node 2 examples/losses_compat.py`` compares them with the whole vocabulary. Names,
 positional arguments, result shapes and gradients are those of verl at b178a3cd5, slime at 624b824a8 and
