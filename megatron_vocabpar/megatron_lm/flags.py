@@ -100,14 +100,12 @@ _PUBLISHED: dict[str, tuple[type, str]] = {
         "As published: move transformer layers away from the last stage.",
     ),
     "--final-stage-num-layers": (int, "Transformer layers left on the last stage."),
-    "--schedule-timer-start": (int, "As published; has no effect: nothing is timed in training."),
-    "--schedule-timer-end": (int, "As published; has no effect."),
 }
 
 PUBLISHED = tuple(
     Flag(flag, _arguments(Option(help=help), kind)) for flag, (kind, help) in _PUBLISHED.items()
 )
-"""The spellings of the published scripts, so that their launch lines run."""
+"""The spellings of the published scripts, so that their methods run."""
 
 FLAGS = (
     Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),

@@ -162,7 +162,6 @@ class TrainConfig:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a training configuration is a JSON object, not {text[:40]!r}")
-        values = {name: value for name, value in values.items() if name not in _FORMER}
         if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(cls)}):
             raise ValueError(f"unknown fields in a training configuration: {', '.join(unknown)}")
         for name, value in values.items():
@@ -172,7 +171,6 @@ class TrainConfig:
 
 
 _TYPES = typing.get_type_hints(TrainConfig)
-_FORMER = ("tensorboard", "wandb", "mlflow")  # options that results of older versions name
 
 
 def _toml(value: Any) -> str:

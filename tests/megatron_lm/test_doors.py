@@ -79,8 +79,8 @@ PUBLISHED = words(
     "--lr-decay-style cosine --log-interval 10 --eval-iters 40 --eval-interval 10000 --mock-data "
     "--tokenizer-type GPTSentencePieceTokenizer --split 98,2,0 --clip-grad 8.0 --weight-decay 0.1 "
     "--adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --no-barrier-with-level-1-timing "
-    "--profile-step-start 7 --profile-step-end 8 --profile-ranks 0 1 2 3 4 5 6 7 --schedule-timer-start 10 "
-    "--schedule-timer-end 20 --use-flash-attn --sequence-parallel --untie-embeddings-and-output-weights "
+    "--profile-step-start 7 --profile-step-end 8 --profile-ranks 0 1 2 3 4 5 6 7 "
+    "--use-flash-attn --sequence-parallel --untie-embeddings-and-output-weights "
     "--attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization --use-distributed-optimizer "
     "--initial-loss-scale 65536 --no-create-attention-mask-in-dataloader --fp16 --transformer-impl local"
 )
@@ -98,7 +98,6 @@ def test_published_launch_lines_are_accepted(method: str) -> None:
     result = inside("arguments", (*PUBLISHED, *FIVE_METHODS[method]), world_size=8)
     assert result["method"] == method
     assert result["args"]["enable_vocab_parallel"] == str(ENABLE in FIVE_METHODS[method])
-    assert result["args"]["schedule_timer_start"] == "10"
     if method == "redis":
         expected = layout((5, 5, 5, 4, 4, 4, 4, 1))
         assert expected in result["args"]["pipeline_model_parallel_layout"].replace("'", "")
@@ -249,7 +248,6 @@ def test_contradicting_options(argv: str, message: str) -> None:
     ("argv", "expected"),
     [
         ("", FlagConfig()),
-        ("--schedule-timer-start 5", FlagConfig()),
         (ENABLE, FlagConfig(True, "vocab-2")),
         (f"{ENABLE} --vocab-parallel-method=naive --num-layers 4", FlagConfig(True, "naive")),
         (f"{ENABLE} --disable-backward-fusion", FlagConfig(True, "vocab-1")),
