@@ -16,7 +16,7 @@ import click
 
 from megatron_vocabpar.cli.files import FORMAT, tell, will_be_written, write_output
 from megatron_vocabpar.megatron_lm import te_version
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, versions
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding
 from megatron_vocabpar.megatron_lm.checkout import (
     holds_core,
     importable,
@@ -26,9 +26,6 @@ from megatron_vocabpar.megatron_lm.checkout import (
     training_script,
 )
 from megatron_vocabpar.megatron_lm.needed import remedy
-
-PATCHED = versions("0.14", "0.19")
-"""Versions with a patch for each of their tags."""
 
 _LINE = "import megatron_vocabpar.adaptor"
 
@@ -119,7 +116,7 @@ def _look_at(megatron: Path) -> None:
         if source_file(megatron, binding.module) is not None and binding.is_in(version):
             click.echo("\n".join(_lines(megatron, binding)))
     click.echo(te_version.line(te_version.installed(), *te_version.named_by(megatron)))
-    click.echo(_door(megatron, version))
+    click.echo(_door(megatron))
 
 
 def _several(folders: list[Path]) -> str:
@@ -139,7 +136,7 @@ def _lines(checkout: Path, binding: Binding) -> list[str]:
     return lines
 
 
-def _door(checkout: Path, version: str) -> str:
+def _door(checkout: Path) -> str:
     script = training_script(checkout)
     path = checkout / script
     if not path.is_file():
@@ -149,8 +146,7 @@ def _door(checkout: Path, version: str) -> str:
         )
     if _LINE in path.read_text(encoding="utf-8"):
         return f"{script} is patched: run it with --enable-vocab-parallel"
-    has_patch = version in PATCHED and script == "pretrain_gpt.py"
-    patch = f", or apply the patch of its tag, patches/core_v{version}.*" if has_patch else ""
+    patch = ", or apply patches/pretrain_gpt.patch" if script == "pretrain_gpt.py" else ""
     return (
         f"{script} is not patched: run it as -m megatron_vocabpar.launch {path} "
         f"--enable-vocab-parallel{patch}"
