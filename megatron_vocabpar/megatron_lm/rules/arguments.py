@@ -32,7 +32,7 @@ class Review:
         verdict: ``works``, as a run beside stock has shown; ``ruled``, if a rule looks at it; ``cannot
             matter`` to embedding, output layer, loss, batch, gradients or checkpoint; ``not run``, if it may
             matter and nobody has tried.
-        reason: what it was run with, why it cannot matter, or what it would touch.
+        reason: of what was not run, what it would touch; else empty.
         arguments: their names in Megatron's parsed arguments.
     """
 
@@ -42,7 +42,7 @@ class Review:
 
 
 def _read(text: str) -> tuple[Review, ...]:
-    """Rows of the file: a line ``verdict: reason``, then indented ones with the arguments."""
+    """Rows of the file: a line ``verdict``, or ``not run: reason``, then indented ones with the arguments."""
     rows: list[Review] = []
     for line in text.splitlines():
         if line.startswith(" "):
