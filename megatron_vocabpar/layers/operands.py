@@ -75,8 +75,7 @@ class Tokens:
     @property
     def storage(self) -> torch.dtype:
         """The dtype of the exponentials."""
-        eight_bits = self.fp8_weight is not None and self.fp8_weight.recipe.keeps_exponentials
-        return E4M3 if eight_bits else self.x.dtype
+        return self.x.dtype if self.fp8_weight is None else E4M3
 
     def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """[c, P] logits of a chunk of tokens."""

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+FP8_MULTIPLE = 16
+"""What divides hidden size and rows of a shard with 8-bit products: the library loads 16 bytes."""
+
 _ROWS = (128, 16, 2)
 """The rows of a shard are a multiple of one of these, best first."""
 

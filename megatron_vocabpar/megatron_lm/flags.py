@@ -86,8 +86,6 @@ def _arguments(each: Option, declared: Any) -> dict[str, Any]:
     more = {
         "choices": each.choices,
         "metavar": each.metavar,
-        "const": each.bare,
-        "nargs": "?" if each.bare else None,
     }
     return arguments | {name: value for name, value in more.items() if value}
 

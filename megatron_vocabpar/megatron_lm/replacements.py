@@ -260,9 +260,7 @@ def _partition(
     draws_as_stock = not options.independent_init and vp_stage is None
     return {
         "vocab_size": true_size,
-        "shard": vocab_shard(
-            true_size, divisible_by, invariant=options.invariant, fp8_recipe=options.fp8_recipe
-        ),
+        "shard": vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8_head),
         "holds_shard": not vp_stage,
         "stock_vocab_size": padded_size if draws_as_stock else None,
         "terms": options.terms,
@@ -294,7 +292,7 @@ def _zeros_of_padding(options: VocabOptions) -> int:
 
     args = get_args()
     true_size, divisible_by = true_vocabulary(args.padded_vocab_size)
-    shard = vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8_recipe=options.fp8_recipe)
+    shard = vocab_shard(true_size, divisible_by, invariant=options.invariant, fp8=options.fp8_head)
     rows = shard.ranges[-1].stop
     of_input = rows - args.padded_vocab_size if args.untie_embeddings_and_output_weights else 0
     return args.hidden_size * (rows - true_size + of_input)

@@ -125,8 +125,8 @@ class ForwardBackward:
         self._untested = listeners.untested
         require(Facts(options=options, method=self.method), OPTIONS, tell=self._tell)
         self.options = options
-        if options.fp8_recipe is not None:
-            check_device(options.fp8_recipe, device)
+        if options.fp8_head:
+            check_device(device)
         self._not_finite = listeners.not_finite
         self.groups = groups
         self.device = device

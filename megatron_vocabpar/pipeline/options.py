@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_vocabpar.layers.recipes import RECIPES, ROW
 from megatron_vocabpar.layers.terms import Distillation
 
 if TYPE_CHECKING:
-    from megatron_vocabpar.layers.recipes import Fp8Recipe
     from megatron_vocabpar.layers.terms import LossTerms
 
 
@@ -31,7 +29,6 @@ class Option:
         flag: its name behind ``--vocab-parallel-``; by default the field's name. None: no flag.
         choices: its values, if it takes only some; those of a field that is a tuple, if it takes several.
         metavar: the name of its value in ``--help``.
-        bare: its value if the flag stands without one.
         unset: its value in parsed arguments if the flag is not given.
         least: its smallest value.
     """
@@ -41,7 +38,6 @@ class Option:
     flag: str | None = ""
     choices: tuple[str, ...] = ()
     metavar: str | None = None
-    bare: str | None = None
     unset: str | None = None
     least: int | None = None
 
@@ -135,13 +131,11 @@ class VocabOptions:
         "Keep the output layer's weight in float32 in a 16-bit model, and compute with it so.",
         page="See [precision.md](precision.md). Not with tied embeddings.",
     )
-    fp8_head: str | None = option(
-        None,
-        "Multiply 8-bit operands in the output layer, with a scale for each row or (mxfp8) each 32 "
-        "neighbours: log-probabilities of trained models were off by hundredths of a nat.",
-        page="See [precision.md](precision.md). `row`, also without a word, or `mxfp8`.",
-        choices=tuple(RECIPES),
-        bare=ROW.name,
+    fp8_head: bool = option(
+        False,
+        "Multiply 8-bit operands in the output layer, with a scale for each row: log-probabilities of "
+        "trained models were off by hundredths of a nat.",
+        page="See [precision.md](precision.md).",
     )
     drop_masked: bool = option(
         False,
@@ -189,11 +183,6 @@ class VocabOptions:
         from megatron_vocabpar.layers.terms import LossTerms
 
         return LossTerms(**{name: getattr(self, name) for name in TERMS})
-
-    @property
-    def fp8_recipe(self) -> Fp8Recipe | None:
-        """The recipe of 8-bit operands, or None."""
-        return None if self.fp8_head is None else RECIPES[self.fp8_head]
 
     @property
     def metric_names(self) -> list[str]:

@@ -24,7 +24,6 @@ from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, S
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.recipes import Fp8Recipe
 from megatron_vocabpar.layers.targets import OwnedTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
@@ -45,7 +44,7 @@ class Case:
     recompute: bool = False
     terms: LossTerms = PLAIN
     main_grad: torch.dtype | None = None
-    fp8: Fp8Recipe | None = None
+    fp8: bool = False
 
 
 def _kernels(launched: Callable[[str], None]) -> RowKernels:
@@ -212,7 +211,7 @@ def _run(case: Case) -> None:
             with_input_gradient=case.method == "vocab-2",
             recompute=case.recompute,
             terms=case.terms,
-            fp8_weight=Fp8Weight.of(weight, shard, case.fp8) if case.fp8 else None,
+            fp8_weight=Fp8Weight.of(weight, shard) if case.fp8 else None,
         ),
         owned=owned,
         extras=extras,

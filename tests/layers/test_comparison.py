@@ -12,7 +12,6 @@ from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.recipes import ROW
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from tests.cases import covering
@@ -113,6 +112,6 @@ def test_storage_without_small_numbers_is_refused() -> None:
     extras = [comparison(Distillation(), torch.zeros(3, 1, 48), None, 48)]
     with pytest.raises(ValueError, match=r"exponentials in torch\.float16.*: use bfloat16, or"):
         output_forward(x.half(), weight.half(), targets, shard, ShardOptions(terms=terms), extras=extras)
-    fp8 = ShardOptions(terms=terms, fp8_weight=Fp8Weight.of(weight, shard, ROW))
+    fp8 = ShardOptions(terms=terms, fp8_weight=Fp8Weight.of(weight, shard))
     with pytest.raises(ValueError, match=r"exponentials in torch\.float8_e4m3fn"):
         output_forward(x, weight, targets, shard, fp8, extras=extras)

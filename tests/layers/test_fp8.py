@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_vocabpar.layers.fp8 import (
     E4M3,
     Fp8Weight,
-    ScaledRows,
     check_device,
     product_of_rows,
     scaled_rows,
@@ -21,7 +20,6 @@ from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange, even_ranges
-from megatron_vocabpar.layers.recipes import MXFP8, RECIPES, ROW, Fp8Recipe
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
@@ -48,7 +46,7 @@ def test_operands_are_the_nearest_8_bit_numbers() -> None:
         scale = matrix.abs().amax(1, keepdim=True).double() / 448
         return torch.where(scale == 0, 0, nearest_e4m3(matrix / scale.where(scale != 0, 1)) * scale)
 
-    got = product_of_rows(scaled_rows(a, ROW), scaled_rows(b, ROW))
+    got = product_of_rows(scaled_rows(a), scaled_rows(b))
     expected = rounded(a) @ rounded(b).t()
     assert got.dtype == torch.bfloat16
     # float32 sums of float32 scales, and then 8 bits
@@ -56,63 +54,13 @@ def test_operands_are_the_nearest_8_bit_numbers() -> None:
     assert not got[2].any()
 
 
-def decoded(rows: ScaledRows) -> Tensor:
-    """What blocks of 32 mean, float64, by the formulas of the OCP specification (5.1) and cuBLAS (scales)."""
-    m, k = rows.values.shape
-    tiles, codes = -(-k // 128), rows.scale.view(torch.uint8).tolist()
-
-    def scale(i: int, block: int) -> float:
-        tile = 512 * ((i // 128) * tiles + block // 4)
-        code = codes[tile + 16 * (i % 32) + 4 * (i % 128 // 32) + block % 4]
-        return math.nan if code == 255 else math.ldexp(1, code - 127)
-
-    scales = torch.tensor([[scale(i, j // 32) for j in range(k)] for i in range(m)], dtype=torch.float64)
-    return rows.values.double() * scales
-
-
-def mx_rounded(matrix: Tensor) -> Tensor:
-    """Each block of 32 by the smallest power of two, of the 255 there are, with which no entry saturates."""
-    m, k = matrix.shape
-    blocks = torch.zeros(m, -(-k // 32) * 32, dtype=torch.float64)
-    blocks[:, :k] = matrix
-    blocks = blocks.view(m, -1, 32)
-    powers = torch.tensor([math.ldexp(1, e) for e in range(-127, 128)], dtype=torch.float64)
-    fits = blocks.abs().amax(2, keepdim=True) <= 448 * powers
-    scale = powers[fits.int().argmax(2)].unsqueeze(2)
-    return (nearest_e4m3(blocks / scale) * scale).view(m, -1)
-
-
-def test_blocks_are_those_of_the_mx_formats() -> None:
-    """Several tiles of scales, a tail, and every size of numbers that float32 has."""
-    torch.manual_seed(3)
-    matrix = torch.randn(130, 150) * torch.logspace(-41, 37, 130).unsqueeze(1)
-    matrix[7] = 0
-    matrix[8, 32:64] = 0
-    matrix[9, 0], matrix[10, 0] = 448, 449  # the largest that a block with scale 1 has, and a larger one
-    matrix[9:11, 1:] = 0.75 * 2.0**-9  # which scale 1 rounds up, and a larger one to nothing
-    rows, expected = scaled_rows(matrix, MXFP8), mx_rounded(matrix)
-    assert rows.scale.dtype == torch.float8_e8m0fnu
-    assert torch.equal(decoded(rows), expected)
-    assert torch.equal(rows.numbers().double(), expected)
-    assert expected[0].any()  # 1e-41, below what a scale of 2^-126 leaves
-    assert expected[9:11, :2].tolist() == [[448, 2.0**-9], [448, 0]]
-
-    a, b = scaled_rows(matrix[30:100], MXFP8), scaled_rows(matrix[60:76] / 1e3, MXFP8)
-    product = product_of_rows(a, b)
-    assert product.dtype == torch.bfloat16
-    exact = expected[30:100] @ mx_rounded(matrix[60:76] / 1e3).t()
-    largest = expected[30:100].norm(dim=1, keepdim=True) * (matrix[60:76] / 1e3).double().norm(dim=1)
-    assert ((product.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6 * largest).all()
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_does_not_vanish(recipe: Fp8Recipe, value: float) -> None:
+def test_what_is_not_finite_does_not_vanish(value: float) -> None:
     matrix, ones = torch.ones(3, 64), torch.ones(16, 64)
     matrix[1, 40] = value
     for product in (
-        product_of_rows(scaled_rows(matrix, recipe), scaled_rows(ones, recipe)),
-        product_of_rows(scaled_rows(ones, recipe), scaled_rows(matrix, recipe)).t(),
+        product_of_rows(scaled_rows(matrix), scaled_rows(ones)),
+        product_of_rows(scaled_rows(ones), scaled_rows(matrix)).t(),
     ):
         assert not product[1].isfinite().any()
         assert (product[::2] == 64).all()
@@ -121,17 +69,11 @@ def test_what_is_not_finite_does_not_vanish(recipe: Fp8Recipe, value: float) -> 
 def test_a_gpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_device(ROW, gpu)
-    with pytest.raises(
-        ValueError, match=r"\(mxfp8\) need .* 10\.0, and cuda:3 has 9\.0; use 16-bit .* or row"
-    ):
-        check_device(MXFP8, gpu)
+    check_device(gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"\(row\) need .* 8\.9, and cuda:3 has 8\.0; use 16-bit ones$"):
-        check_device(ROW, gpu)
-    check_device(MXFP8, torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: MXFP8.capability)
-    check_device(MXFP8, gpu)
+    with pytest.raises(ValueError, match=r"products need .* 8\.9, and cuda:3 has 8\.0; use 16-bit ones$"):
+        check_device(gpu)
+    check_device(torch.device("cpu"))
 
 
 def test_exponentials_use_the_whole_range() -> None:
@@ -150,7 +92,6 @@ def run(
     weight: Tensor,
     targets: Tensor,
     g: Tensor,
-    recipe: Fp8Recipe,
     *,
     early: bool = True,
     recompute: bool = False,
@@ -170,7 +111,7 @@ def run(
                 recompute=recompute,
                 rows_per_chunk=40,
                 terms=terms,
-                fp8_weight=Fp8Weight.of(part, shard, recipe),
+                fp8_weight=Fp8Weight.of(part, shard),
             ),
         )
         for part, shard in zip(weights, ranges, strict=True)
@@ -181,7 +122,7 @@ def run(
     dx = torch.zeros(x.shape)
     for (state, _), main_grad in zip(done, main_grads, strict=True):
         assert state is not None
-        assert state.e is None or state.e.dtype == (E4M3 if recipe.keeps_exponentials else x.dtype)
+        assert state.e is None or state.e.dtype == E4M3
         dx += state.input_gradient(merged, slopes)
         state.add_weight_gradient(merged, slopes, main_grad)
     assert not main_grads[1][ranges[1].valid_rows :].any()
@@ -189,17 +130,14 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize(("early", "recompute"), [(True, False), (False, False), (True, True)])
-def test_errors_are_those_of_8_bit_operands(
-    dtype: torch.dtype, recipe: Fp8Recipe, early: bool, recompute: bool
-) -> None:
+def test_errors_are_those_of_8_bit_operands(dtype: torch.dtype, early: bool, recompute: bool) -> None:
     """Operands are off by up to 2^-4, and by a third of it on average; sums of many are nearer."""
     torch.manual_seed(1)
     x, weight = torch.randn(N, H).to(dtype), (0.3 * torch.randn(V, H)).to(dtype)
     targets, g = torch.randint(0, V, (N,)), torch.rand(N) + 0.5
     targets[3] = -100
-    merged, dx, dw = run(x, weight, targets, g, recipe, early=early, recompute=recompute)
+    merged, dx, dw = run(x, weight, targets, g, early=early, recompute=recompute)
     loss, expected_dx, expected_dw = output_layer(x, weight, targets, g)
     assert 1e-4 < float((merged.nll - loss).abs().mean()) < 0.05
     assert relative_error(dx, expected_dx) < 0.03
@@ -207,14 +145,13 @@ def test_errors_are_those_of_8_bit_operands(
     assert not dx[3].any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_weight_gradient_in_parts(recipe: Fp8Recipe) -> None:
+def test_a_weight_gradient_in_parts() -> None:
     """Parts of 1024 ids, the last of 64 with 44 true ones; by a factor, to what was there."""
     tokens, rows, valid = 8192, 1088, 1068
     draw = torch.Generator().manual_seed(4)
-    e = torch.rand(tokens, rows, generator=draw).to(E4M3 if recipe.keeps_exponentials else torch.bfloat16)
+    e = torch.rand(tokens, rows, generator=draw).to(E4M3)
     x = torch.randn(tokens, 32, generator=draw).bfloat16()
-    weight = Fp8Weight.of(torch.zeros(rows, 32).bfloat16(), VocabRange(0, rows, valid), recipe)
+    weight = Fp8Weight.of(torch.zeros(rows, 32).bfloat16(), VocabRange(0, rows, valid))
     before = torch.full((rows, 32), 3.0)
     main_grad = before.clone()
     weight.add_weight_gradient_(main_grad, e, x, valid, torch.tensor([0.5]))
@@ -224,27 +161,14 @@ def test_a_weight_gradient_in_parts(recipe: Fp8Recipe) -> None:
     assert main_grad[valid:].equal(before[valid:])
 
 
-def test_unlikely_ids_have_a_gradient_with_blocks() -> None:
-    """Where all tokens make them 2^-29 times as likely as others of their shard."""
-    x, weight = torch.ones(40, 32).bfloat16(), torch.zeros(64, 32).bfloat16()
-    weight[16:32] = -20 / 32
-    targets, g = torch.zeros(40, dtype=torch.int64), torch.ones(40)
-    _, _, expected = output_layer(x, weight, targets, g)
-    for recipe, kept in ((ROW, False), (MXFP8, True)):
-        _, _, dw = run(x, weight, targets, g, recipe)
-        assert bool(dw[16:32].any()) == kept
-    torch.testing.assert_close(dw[16:32].double(), expected[16:32], rtol=0.07, atol=0)
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_targets_part_is_exact(recipe: Fp8Recipe) -> None:
+def test_the_targets_part_is_exact() -> None:
     """Targets that the model predicts: their logit is exact, and their part of dX has no 8-bit error."""
     torch.manual_seed(2)
     weight = torch.randn(V, H).bfloat16()
     targets = torch.randint(0, V, (N,))
     x = (weight[targets].float() * torch.linspace(0.1, 0.5, N).unsqueeze(1)).bfloat16()
     g, terms = torch.ones(N), LossTerms(z_loss=0.1)
-    merged, dx, _ = run(x, weight, targets, g, recipe, terms=terms)
+    merged, dx, _ = run(x, weight, targets, g, terms=terms)
     exact = (x.double() * weight[targets].double()).sum(1)
     target_logit = merged.logsumexp().double() + torch.log1p(merged.target_deficit.double())
     torch.testing.assert_close(target_logit, exact, rtol=1e-6, atol=1e-5)
@@ -256,16 +180,13 @@ def test_the_targets_part_is_exact(recipe: Fp8Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape", "dtype", "message"),
+    ("shape", "dtype", "message"),
     [
-        (ROW, (32, 40), torch.bfloat16, r"hidden size 40: 8-bit products \(row\) need a multiple of 16"),
-        (ROW, (40, 32), torch.bfloat16, "rows of a shard 40: "),
-        (MXFP8, (48, 32), torch.bfloat16, r"rows of a shard 48: 8-bit .* \(mxfp8\) need a multiple of 32"),
-        (ROW, (32, 32), torch.float64, "weight in torch.float64"),
+        ((32, 40), torch.bfloat16, "hidden size 40: 8-bit products need a multiple of 16"),
+        ((40, 32), torch.bfloat16, "rows of a shard 40: "),
+        ((32, 32), torch.float64, "weight in torch.float64"),
     ],
 )
-def test_shapes_that_do_not_fit(
-    recipe: Fp8Recipe, shape: tuple[int, int], dtype: torch.dtype, message: str
-) -> None:
+def test_shapes_that_do_not_fit(shape: tuple[int, int], dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Fp8Weight.of(torch.zeros(shape, dtype=dtype), VocabRange(0, shape[0], shape[0]), recipe)
+        Fp8Weight.of(torch.zeros(shape, dtype=dtype), VocabRange(0, shape[0], shape[0]))

@@ -306,11 +306,7 @@ def test_contradicting_options(argv: str, message: str) -> None:
         ),
         (
             f"{ENABLE} --vocab-parallel-fp8-head",
-            FlagConfig(True, "vocab-2", options=VocabOptions(fp8_head="row")),
-        ),
-        (
-            f"{ENABLE} --vocab-parallel-fp8-head mxfp8",
-            FlagConfig(True, "vocab-2", options=VocabOptions(fp8_head="mxfp8")),
+            FlagConfig(True, "vocab-2", options=VocabOptions(fp8_head=True)),
         ),
         (
             f"{ENABLE} --vocab-parallel-drop-masked",

@@ -20,8 +20,7 @@ WEIGHTS_ALONE = words("--no-save-optim --no-load-optim")
 OURS = ("--enable-vocab-parallel",)
 HEADS: dict[str, tuple[tuple[str, ...], float]] = {
     "fp32": (("--vocab-parallel-fp32-head",), 1e-5),
-    "row": (("--vocab-parallel-fp8-head",), 1e-4),
-    "mxfp8": (("--vocab-parallel-fp8-head", "mxfp8"), 1e-4),
+    "fp8": (("--vocab-parallel-fp8-head",), 1e-4),
 }
 """Flags, and how far losses may be from those of a run without them, a part of the loss."""
 

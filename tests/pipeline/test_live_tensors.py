@@ -81,7 +81,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "any loss": {"loss": "squared"},
     "heads": {"mtp": 1, "position": "rope", "output_options": VocabOptions(metrics=("accuracy",))},
     "distillation": {"teacher": "logits", "output_options": VocabOptions(distillation=Distillation())},
-    "8 bits": {"output_options": VocabOptions(fp8_head="row")},
+    "8 bits": {"output_options": VocabOptions(fp8_head=True)},
 }
 
 

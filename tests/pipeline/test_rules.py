@@ -28,16 +28,16 @@ GRADIENT: dict[str, Any] = {"metrics": ("entropy-gradient",)}
         ("naive", {"recompute": True}, "recompute=True: not with method naive, which keeps its logits"),
         ("naive", {"invariant": True}, "invariant=True: not with method naive"),
         ("naive", SMOOTH, "label_smoothing=0.1: not with method naive"),
-        ("naive", {"fp8_head": "row"}, "fp8_head='row': not with method naive"),
+        ("naive", {"fp8_head": True}, "fp8_head=True: not with method naive"),
         *(
             ("naive", {name: value}, f"{name}={value}: not with method naive")
             for name, value in NUMBERS.items()
         ),
         ("vocab-2", {"invariant": True, "recompute": True}, "recompute=True: not with invariant=True, which"),
         ("vocab-2", {"invariant": True, "rows_per_chunk": 4}, "rows_per_chunk=4: not with invariant=True"),
-        ("vocab-2", {"invariant": True, "fp8_head": "row"}, "fp8_head='row': not with invariant=True"),
+        ("vocab-2", {"invariant": True, "fp8_head": True}, "fp8_head=True: not with invariant=True"),
         ("vocab-2", {"invariant": True, **SMOOTH}, "label_smoothing=0.1: not with invariant=True"),
-        ("vocab-2", {"fp8_head": "row", "fp32_head": True}, "fp8_head='row': not with fp32_head=True"),
+        ("vocab-2", {"fp8_head": True, "fp32_head": True}, "fp8_head=True: not with fp32_head=True"),
         (
             "vocab-2",
             {**GRADIENT, "invariant": True},
@@ -51,8 +51,8 @@ GRADIENT: dict[str, Any] = {"metrics": ("entropy-gradient",)}
         ("vocab-2", {"target_rank": True, "softcap": 30.0}, "target_rank=True: not with softcap=30.0"),
         (
             "vocab-2",
-            {"metrics": ("entropy",), "fp8_head": "mxfp8"},
-            "metrics=('entropy',): not with fp8_head='mxfp8'",
+            {"metrics": ("entropy",), "fp8_head": True},
+            "metrics=('entropy',): not with fp8_head=True",
         ),
         (
             "vocab-2",
@@ -64,7 +64,6 @@ GRADIENT: dict[str, Any] = {"metrics": ("entropy-gradient",)}
         ("vocab-1", {"top_logprobs": 4, "drop_masked": True}, "top_logprobs=4: not with drop_masked=True"),
         ("vocab-2", {"top_logprobs": -1}, "top_logprobs=-1: give 0 or more"),
         ("vocab-2", {"rows_per_chunk": 0}, "rows_per_chunk=0: give 1 or more"),
-        ("vocab-2", {"fp8_head": "e5m2"}, "fp8_head='e5m2': choose one of row"),
         ("vocab-2", {"softcap": -1.0}, "softcap=-1.0: softcap -1.0: give a positive"),
         ("vocab-2", {"softcap": 30.0, **SMOOTH}, "softcap=30.0 and label_smoothing=0.1: .* one of the two"),
     ],
@@ -77,7 +76,7 @@ def test_what_cannot_be_combined_is_one_sentence(method: str, options: dict[str,
 
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "interlaced"])
 def test_every_option_goes_alone_with_methods_that_partition(method: str) -> None:
-    values: dict[str, Any] = {"rows_per_chunk": 4, "fp8_head": "row", "softcap": 30.0, **SMOOTH}
+    values: dict[str, Any] = {"rows_per_chunk": 4, "softcap": 30.0, **SMOOTH}
     values |= {"distillation": Distillation(), **NUMBERS}
     refused = {"distillation", "top_logprobs"} if method == "interlaced" else set()
     for name in options_of(VocabOptions):

@@ -19,7 +19,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"overlap_dispatch_backward_with_experts_wgrad": True}, "leave it out"),
     ({"fp16_lm_cross_entropy": True}, "leave it out"),
     ({"logit_dtype": "bf16"}, "logits are float32 here; leave it out"),
-    ({"fp8_output_proj": True}, "use --vocab-parallel-fp8-head mxfp8"),
+    ({"fp8_output_proj": True}, "use --vocab-parallel-fp8-head, which"),
     ({"fine_grained_activation_offloading": True}, "counts its buffers; leave it out"),
     ({"moe_paged_stash": True}, "resets its pages; leave it out"),
     ({"hybrid_context_parallel": True}, "use --context-parallel-size alone"),
@@ -101,7 +101,7 @@ IN_PAIRS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 UNTIED = {"untie_embeddings_and_output_weights": True, "bf16": True}
 FP32 = VocabOptions(fp32_head=True)
-ROW, MXFP8 = VocabOptions(fp8_head="row"), VocabOptions(fp8_head="mxfp8")
+FP8 = VocabOptions(fp8_head=True)
 REDIS: dict[str, Any] = {"method": "redis", "redistribute": True, "final_stage_layers": 1}
 
 OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -345,8 +345,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ),
     (UNTIED | {"save": "here"}, {"options": FP32}, "give --no-save-optim"),
     (UNTIED | {"load": "here"}, {"options": FP32}, "and --no-load-optim"),
-    (UNTIED | {"hidden_size": 72}, {"options": ROW}, "row: hidden size 72 is no mul.* 16;"),
-    (UNTIED | {"hidden_size": 48}, {"options": MXFP8}, "mxfp8: hidden size 48 .* 32;"),
+    (UNTIED | {"hidden_size": 72}, {"options": FP8}, "fp8-head: hidden size 72 is no mul.* 16;"),
     # layers moved away from the last stage
     (
         {"pipeline_model_parallel_size": 1, "pipeline_model_parallel_layout": "EtL"},
@@ -383,8 +382,7 @@ ACCEPTED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (UNTIED | {"save": "here", "no_save_optim": True}, {"options": FP32}),
     (UNTIED | {"load": "here", "no_load_optim": True}, {"options": FP32}),
     (UNTIED | {"bf16": False, "save": "here"}, {"options": FP32}),
-    (UNTIED | {"hidden_size": 48}, {"options": ROW}),
-    (UNTIED | {"hidden_size": 64}, {"options": MXFP8}),
+    (UNTIED | {"hidden_size": 48}, {"options": FP8}),
 )
 """Settings and flags of ours that no rule forbids."""
 

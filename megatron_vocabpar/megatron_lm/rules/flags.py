@@ -19,7 +19,7 @@ FLAGS = (
     Rule("--output-logit-dtype other than fp32", lambda f: f.logit_dtype != "fp32",
         "logits are float32 here"),
     alone("fp8_output_proj", "it is a layer of Transformer Engine",
-        "use --vocab-parallel-fp8-head mxfp8, which needs no other flag"),
+        "use --vocab-parallel-fp8-head, which needs no other flag"),
     alone("fine_grained_activation_offloading", "Megatron's own schedule counts its buffers"),
     alone("moe_paged_stash", "Megatron's own schedule resets its pages"),
     alone("hybrid_context_parallel", "it has a schedule of its own", "use --context-parallel-size alone"),

@@ -18,8 +18,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 
 from megatron_vocabpar.layers.embedding import embedding_forward
 from megatron_vocabpar.layers.fixed_point import BLOCK
-from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_vocab_size
-from megatron_vocabpar.layers.recipes import Fp8Recipe
+from megatron_vocabpar.layers.partition import FP8_MULTIPLE, VocabRange, even_ranges, padded_vocab_size
 from megatron_vocabpar.layers.terms import LossTerms
 
 ShardPass = Callable[[torch.Tensor, torch.Tensor], tuple[Any, torch.Tensor]]
@@ -45,7 +44,7 @@ class VocabShard:
 
 
 def vocab_shard(
-    vocab_size: int, divisible_by: int = 1, *, invariant: bool = False, fp8_recipe: Fp8Recipe | None = None
+    vocab_size: int, divisible_by: int = 1, *, invariant: bool = False, fp8: bool = False
 ) -> VocabShard:
     """The even partition of ``vocab_size`` true ids over this process's PP x TP ranks.
 
@@ -53,7 +52,7 @@ def vocab_shard(
         vocab_size: ``V``, the number of true ids; ``padded_vocab_size`` says how much padding is added.
         divisible_by: a further divisor of the padded size (Megatron's ``make_vocab_size_divisible_by``).
         invariant: let shards end between the blocks of ``VocabOptions.invariant``.
-        fp8_recipe: let shards have a number of rows that fits this one.
+        fp8: let shards have a number of rows that 8-bit products take.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -61,7 +60,7 @@ def vocab_shard(
         parallel_state.get_pipeline_model_parallel_rank() * tensor
         + parallel_state.get_tensor_model_parallel_rank()
     )
-    for rows in (BLOCK if invariant else 1, 1 if fp8_recipe is None else fp8_recipe.multiple):
+    for rows in (BLOCK if invariant else 1, FP8_MULTIPLE if fp8 else 1):
         divisible_by = lcm(divisible_by, rows * pipeline * tensor) if rows > 1 else divisible_by
     padded = padded_vocab_size(vocab_size, pipeline, tensor, divisible_by)
     return VocabShard(even_ranges(padded, pipeline * tensor, vocab_size), member)

@@ -193,12 +193,12 @@ def _forward_of(chain: OutputChain) -> Forward:
         owned = microbatch.owned_targets
         return invariant.output_forward(x, weight, microbatch.labels, shard, options, owned=owned)
 
-    recipe = chain.iteration.rank.output_options.fp8_recipe
+    in_8_bits = chain.iteration.rank.output_options.fp8_head
 
     @cache
     def quantised() -> Fp8Weight | None:
         """The weight in 8 bits: once an iteration, when the first S has the weight."""
-        return None if recipe is None else Fp8Weight.of(model.output_weight.detach(), shard, recipe)
+        return Fp8Weight.of(model.output_weight.detach(), shard) if in_8_bits else None
 
     def forward(
         x: Tensor, weight: Tensor, microbatch: Microbatch, extras: Sequence[Extra]

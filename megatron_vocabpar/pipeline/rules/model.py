@@ -6,6 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
+from megatron_vocabpar.layers.partition import FP8_MULTIPLE
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.rule import Rule
 
@@ -18,8 +19,8 @@ HEADS = (
         "Megatron's optimizers keep no state of float32 weights among 16-bit ones in a checkpoint",
         "give --no-save-optim and --no-load-optim"),
     Rule("{f.option[fp8_head]}",
-        lambda f: f.options.fp8_recipe and f.hidden_size % f.options.fp8_recipe.multiple,
-        "hidden size {f.hidden_size} is no multiple of {f.options.fp8_recipe.multiple}"),
+        lambda f: f.options.fp8_head and f.hidden_size % FP8_MULTIPLE,
+        f"hidden size {{f.hidden_size}} is no multiple of {FP8_MULTIPLE}"),
 )  # fmt: skip
 
 TEACHERS = (
