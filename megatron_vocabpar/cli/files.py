@@ -69,12 +69,10 @@ def _without_digest(text: str) -> str:
     return json.dumps(kept["plan"]) if isinstance(kept, dict) and "plan" in kept else text
 
 
-def write_output(path: str, content: str | bytes, option: str = "--output") -> None:
-    """Write text (ending in a line end) or bytes."""
-    if isinstance(content, str):
-        content = (content if content.endswith("\n") else content + "\n").encode()
+def write_output(path: str, content: str, option: str = "--output") -> None:
+    """Write text, with a line end at its end."""
     try:
-        Path(path).write_bytes(content)
+        Path(path).write_text(content if content.endswith("\n") else content + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; give another {option}") from error
 

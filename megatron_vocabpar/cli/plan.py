@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, completing, will_be_written, write_output
+from megatron_vocabpar.cli.files import FORMAT, completing
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
@@ -104,13 +104,6 @@ def of_a_job(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--gpus", type=int, help="Search how to spread the model over so many; sizes given stay.")
 @click.option("--sources", is_flag=True, help="Also say where each number about the GPU is from.")
 @FORMAT
-@click.option(
-    "--html",
-    "html_file",
-    metavar="FILE",
-    callback=will_be_written,
-    help="Also write a page with memory and schedules.",
-)
 @click.pass_context
 def plan_command(ctx: click.Context, **options: Any) -> None:
     """Which method in which family: time, MFU, memory of each stage, launch line, and why.
@@ -138,10 +131,6 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     request = Request(model, job, gpu, limit, costs, prices)
     advice = advise(request, notes, workers=min(_WORKERS, os.cpu_count() or 1))
-    if options["html_file"] is not None:
-        from megatron_vocabpar.plan.page import draw_page
-
-        write_output(options["html_file"], draw_page(advice), "--html")
     if options["output_format"] == "json":
         click.echo(advice_json(advice))
     else:

@@ -25,7 +25,6 @@ from megatron_vocabpar.schedule.words.methods import DEFAULT, METHODS
 from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS
 
 _FILE_WIDTH = 160  # columns of the text form where it is not shown on a terminal
-_BINARY = ("png", "pdf")
 _LAYERS = 8
 _BETWEEN = f"launching between layers as trainings do, {_LAYERS} a pass"
 _OF_A_FILE = ("schedule_file", "check", "costs_file", "output")
@@ -54,7 +53,7 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
 @click.option(
     "--format",
     "output_format",
-    type=click.Choice(["text", "json", "program", "csv", "svg", "png", "pdf", "html", "trace"]),
+    type=click.Choice(["text", "json", "program", "csv", "svg", "html", "trace"]),
     default="text",
     help="A time grid; as data the passes, or the program with its communication; a picture; a page to zoom "
     "in; a timeline for a trace viewer.",
@@ -87,8 +86,6 @@ def schedule_command(
 
     With --check a SCHEDULE.json can be given instead, such as that of a training.
     """
-    if output is None and output_format in _BINARY:
-        raise ValueError(f"--format {output_format} is not text; give --output FILE")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     if schedule_file is not None:
         _check_alone(ctx, schedule_file)
@@ -116,7 +113,7 @@ def render(
     sizes: BufferSizes | None,
     width: int | None,
     on_terminal: bool,
-) -> str | bytes:
+) -> str:
     """The plan in one of the formats of ``--format``; ``width`` is in pixels."""
     if output_format == "json":
         return to_json(plan.schedule)
@@ -134,9 +131,7 @@ def render(
     charts = [draw.planned_chart(simulation, family=family, sizes=sizes)]
     if output_format == "html":
         return draw.draw_html(charts)
-    if output_format == "svg":
-        return draw.draw_svg(draw.lay_out(charts, width))
-    return draw.draw_image(draw.lay_out(charts, width), output_format)
+    return draw.draw_svg(draw.lay_out(charts, width))
 
 
 def _summary(plan: Plan, family: str, simulation: Simulation) -> str:

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_vocabpar.cli.files import is_quiet, write_output
+from megatron_vocabpar.cli.files import is_quiet
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.model import Model
@@ -56,10 +56,6 @@ def search_plan(
     notes = [*notes, *other_gpus(given, question.gpus), *given.unread()]
     with _bar() as progress:
         found = search(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
-    if options["html_file"] is not None:
-        from megatron_vocabpar.plan.page import draw_search
-
-        write_output(options["html_file"], draw_search(question, found, notes), "--html")
     if options["output_format"] == "json":
         click.echo(search_json(question, found, notes))
     else:

@@ -1,7 +1,4 @@
-"""Prints a plan on the terminal, and writes it as JSON.
-
-Next: ``page.py``.
-"""
+"""Prints a plan on the terminal, and writes it as JSON."""
 
 from __future__ import annotations
 

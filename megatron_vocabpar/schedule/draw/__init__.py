@@ -2,14 +2,13 @@
 
 Each picture has one row for each rank. ``text.py`` and ``trace.py`` draw a simulation. All others draw charts
 (``chart.py``), planned or measured (``measured.py``), one below the other: ``html.py`` in a browser, and
-``svg.py`` and ``image.py`` (PNG, PDF) once ``scene.py`` has laid them out.
+``svg.py`` once ``scene.py`` has laid them out.
 """
 
 from __future__ import annotations
 
 from megatron_vocabpar.schedule.draw.chart import Chart, name_of, planned_chart
 from megatron_vocabpar.schedule.draw.html import draw_html
-from megatron_vocabpar.schedule.draw.image import draw_image
 from megatron_vocabpar.schedule.draw.measured import (
     WHY_THEY_DIFFER,
     measured_chart,
@@ -25,7 +24,6 @@ __all__ = [
     "WHY_THEY_DIFFER",
     "Chart",
     "draw_html",
-    "draw_image",
     "draw_svg",
     "draw_text",
     "draw_trace",

@@ -35,11 +35,6 @@ def quiet(*content: str) -> Html:
     return element("p", *content, class_="quiet")
 
 
-def items(lines: Iterable[str]) -> Html:
-    """A list, an item a line."""
-    return element("ul", *(element("li", line) for line in lines))
-
-
 def headings(names: Sequence[str], left: Sequence[str] = ()) -> Html:
     """A table's first row; names in ``left`` stand above texts."""
     kinds = dict.fromkeys(left, "left")

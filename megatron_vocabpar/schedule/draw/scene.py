@@ -1,4 +1,4 @@
-"""Lays out charts as rectangles and texts, which ``svg.py`` and ``image.py`` paint.
+"""Lays out charts as rectangles and texts, which ``svg.py`` paints.
 
 Each rank has a row, and time goes to the right. A pass shows its microbatch if that fits. Charts stand one
 below the other on one time axis, so that a reader can compare a planned and a measured one. Lengths are

@@ -1,11 +1,9 @@
 """Pictures: every pass is there, where and as wide as it should be."""
 
-import io
 import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import resources
 from itertools import pairwise
@@ -14,11 +12,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
 
 from megatron_vocabpar.schedule.draw import (
     draw_html,
-    draw_image,
     draw_svg,
     draw_text,
     draw_trace,
@@ -30,7 +26,7 @@ from megatron_vocabpar.schedule.draw import (
 )
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
 from megatron_vocabpar.schedule.draw.scene import Box, Text
-from megatron_vocabpar.schedule.draw.style import STYLES, shade
+from megatron_vocabpar.schedule.draw.style import shade
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
@@ -225,28 +221,6 @@ def test_the_script_of_a_page_finds_bars_and_describes_them(tmp_path: Path) -> N
     on_path = {name for name, tip in found["tips"].items() if tip.endswith("\non the critical path")}
     assert found["tips"]["2F0"].removesuffix("\non the critical path") == expected
     assert on_path == set(map(str, chart.critical))
-
-
-def test_png_and_pdf() -> None:
-    schedule = generate("vocab-2", 2, 3)
-    chart = planned_chart(simulated(schedule))
-    scene = lay_out([chart])
-    root = ElementTree.fromstring(draw_svg(scene))
-    with Image.open(io.BytesIO(draw_image(scene, "png"))) as picture:
-        assert picture.size == (2 * int(root.attrib["width"]), 2 * int(root.attrib["height"]))
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20) or []}
-    fills = {STYLES[type_].fill for type_ in chart.types()}
-    assert {tuple(int(fill[k : k + 2], 16) for k in (1, 3, 5)) for fill in fills} <= colours
-    pdf = draw_image(scene, "pdf")
-    assert pdf.startswith(b"%PDF")
-    assert pdf == draw_image(scene, "pdf")
-
-
-def test_png_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    schedule = generate("baseline", 1, 1)
-    with pytest.raises(ValueError, match=r"png pictures need matplotlib.*'\.\[draw\]'"):
-        draw_image(lay_out([planned_chart(simulated(schedule))]), "png")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

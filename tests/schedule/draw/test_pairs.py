@@ -15,7 +15,6 @@ import pytest
 
 from megatron_vocabpar.schedule.draw import (
     draw_html,
-    draw_image,
     draw_svg,
     draw_text,
     draw_trace,
@@ -75,10 +74,6 @@ def test_svg_has_a_box_for_each_half() -> None:
         assert float(above["height"]) == float(below["height"]) == 12.0
         fill = shade(STYLES[PassType.B].fill, placement.chunk_of(pair.backward.stage))
         assert below["fill"] == fill
-
-
-def test_png_has_them() -> None:
-    assert draw_image(lay_out([planned_chart(simulate(PLAN))]), "png").startswith(b"\x89PNG")
 
 
 def data_of(page: str) -> Any:
