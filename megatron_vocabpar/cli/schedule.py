@@ -151,7 +151,7 @@ def _summary(plan: Plan, family: str, simulation: Simulation) -> str:
     )
 
 
-def _write(rendered: str | bytes, output: str | None) -> None:
+def _write(rendered: str, output: str | None) -> None:
     click.echo(rendered) if output is None else write_output(output, rendered)
 
 

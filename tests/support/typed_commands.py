@@ -60,7 +60,7 @@ def commands_of(page: Path) -> Iterator[Typed]:
 
 
 def name_of(words: list[str]) -> str:
-    """As in ``vocabpar train``, ``megatron_vocabpar.launch``, ``make test``; a script by its path; or none."""
+    """As ``vocabpar train``, ``megatron_vocabpar.launch``, ``make test``; a script by its path; or none."""
     if script := next(filter(_SCRIPT.fullmatch, words), ""):
         return script
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
