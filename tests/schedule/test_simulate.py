@@ -287,7 +287,7 @@ def test_a_program_that_deadlocks_is_named() -> None:
     schedule = generate("vocab-2", 2, 2)
     program = lower(schedule)
     cut = tuple(tuple(item for item in row if str(item) != "0C1.1") for row in program)
-    with pytest.raises(Deadlock, match=r"deadlock: rank 0, 0T1: waits for 0C1.1"):
+    with pytest.raises(Deadlock, match=r"deadlock: rank 0, 0B1: waits for 0RECV_B1"):
         run_events(schedule, PassTimes.of(PassCosts.default(2), schedule), cut)
 
 

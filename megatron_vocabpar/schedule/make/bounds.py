@@ -11,7 +11,6 @@ Three things take time, whatever the order:
 
 Source: for the first F's way to the last rank, see the V-shaped schedules of Qi et al., Pipeline Parallelism
 with Controllable Memory (2024); the rest is counting.
-Next: ``polish.py``, which stops when it reaches the bound.
 """
 
 from __future__ import annotations

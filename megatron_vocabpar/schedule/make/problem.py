@@ -1,6 +1,6 @@
 """The problem of one schedule in one family: its frame, its rules and times, and the best candidate.
 
-Next: ``candidates.py``, ``list_scheduling.py``, ``polish.py``.
+Next: ``candidates.py``, ``list_scheduling.py``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from megatron_vocabpar.schedule.make.bounds import WAITING, lower_bound_ms
+from megatron_vocabpar.schedule.make.bounds import lower_bound_ms
 from megatron_vocabpar.schedule.make.candidates import Candidate, candidates, is_textbook
 from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
 from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
 from megatron_vocabpar.schedule.make.pair_candidates import pair_candidates
 from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
-from megatron_vocabpar.schedule.make.polish import Caps, is_small, polish
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.lower import lower
@@ -33,8 +32,6 @@ _PAIRED = 6  # factor on TRIAL_PASSES if passes run in pairs, as there are more 
 _MOST_PAIRED = 96  # trials of ways to play pairs; a small schedule gains nothing from more
 _WHOLE = 6  # ways to play pairs: if the budget allows these with all microbatches, no shorter trials
 _FEWEST = 4  # trials; fewer are not worth their time
-_POLISHED = 2  # best trials that are polished, if the schedule is small
-_QUEUED = 1.3  # factor on communication for polishing the best trial once more
 _FINALISTS = 3  # best trials that are played for all microbatches, if the budget allows
 
 
@@ -80,17 +77,11 @@ class Problem:
         return Problem(shape, family, times, costs, graph, cap)
 
     def best(self, budget: int) -> Schedule:
-        """The fastest of the candidates that a budget of passes allows to play; polished if it is small."""
+        """The fastest of the candidates that a budget of passes allows to play."""
         if self.pairs:
             tried = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
             return min(tried, key=self.simulated_ms)
-        if is_textbook(self.shape, self.family) or not is_small(self.graph, self.shape.m):
-            return self.schedule(self.played(budget)[0])
-        plays = self.played(budget)[:_POLISHED]
-        starts = [*((self.graph, played.order) for played in plays), (self._in_queues, plays[0].order)]
-        polished = polish(starts, self.shape.m, self._caps, self.bound_ms())
-        plays += [Timeline(tuple(order), [], ()) for order in polished]
-        return min(map(self.schedule, plays), key=self.simulated_ms)
+        return self.schedule(self.played(budget)[0])
 
     def bound_ms(self) -> float:
         """The time that no order under the caps can undercut."""
@@ -102,27 +93,13 @@ class Problem:
         """Whether F and B run together: the family has pairs, and the costs say that these hide time."""
         return self.family.pairs and any(self.times.hidden.values())
 
-    @property
-    def _in_queues(self) -> PassGraph:
-        """The graph with longer communication, in place of queues, which the search does not play.
-
-        Three collectives of 6 ms that are ready at once end after 6, 12 and 18 ms; in the search, all after
-        6. With slow links, an order made for longer ones can be the faster in ``simulated_ms``.
-        """
-        return build_graph(self.graph.numbering, self.times.scaled(_QUEUED), splits_w=self.family.splits_w)
-
-    @property
-    def _caps(self) -> Caps:
-        room = tuple(self.cap.room(rank, self.shape.m) for rank in range(self.shape.p))
-        return Caps(room, self.cap.weights, WAITING[PassType.T], WAITING[PassType.IB])
-
     def simulated_ms(self, schedule: Schedule) -> float:
         """The simulated iteration of a schedule with its communication."""
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
     def played(self, budget: int) -> list[Timeline]:
-        """The candidates within a budget, unpolished, fastest first; of equally fast ones only the first."""
+        """The candidates within a budget, fastest first; of equally fast ones only the first."""
         tried = pair_candidates if self.pairs else candidates
         choices = tried(self.shape, self.graph, self.times, self.family, self.cap)
         if is_textbook(self.shape, self.family):

@@ -5,11 +5,10 @@ The part before the microbatch is its *node*. With two stages and m = 8, F is ty
 is node 1 and number 13, and 0B5 is node 2 and number 21.
 
 The rules are the same for every microbatch, so what a node waits for is worked out once, from
-``dependencies.prerequisites``. Four modules play these numbers, each for a reason of its own:
+``dependencies.prerequisites``. Three modules play these numbers, each for a reason of its own:
 
 - ``events.py`` plays a given order, with queues for transfers and collectives: the simulator;
 - ``make/list_scheduling.py`` finds an order while it plays;
-- ``make/polish.py`` plays an order again and again with small changes, so it leaves out queues;
 - ``waits.py`` asks what a GPU's streams wait for, whatever the times are; it numbers a program's items.
 """
 

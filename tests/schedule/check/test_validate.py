@@ -163,7 +163,7 @@ def move_before(text: str, other: str) -> Edit:
         (
             1,
             move_before("1C0.0", "1S0"),
-            "collective order: rank 1, 1CI3: rank 0 issues 0C0.0 at this place",
+            "collective order: rank 1, 1CI4: rank 0 issues 0C0.0 at this place",
         ),
         (1, first("1RECV_B1"), "point-to-point order: rank 1, 1RECV_B1"),
     ],

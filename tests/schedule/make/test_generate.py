@@ -119,7 +119,7 @@ def test_baseline_is_megatrons_one_forward_one_backward(method: str, p: int, m: 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*_p4_m6.txt")), ids=lambda path: path.stem)
 def test_golden(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text form for p = 4, m = 6, with room reserved for later chunks, before the local search.
+    """The text form for p = 4, m = 6, with room reserved for later chunks.
 
     1f1b_vocab-1 and 1f1b_vocab-2 are the paper's Figure 10 (a) and (b), v-half_vocab-1 its Figure 16.
     """

@@ -1,7 +1,7 @@
-"""The local search on small schedules, the bound that it stops at, and the banker's rule of memory.
+"""How near schedules are to proven optima, their lower bound, and the banker's rule of memory.
 
 ``optima.json`` holds 24 cases with their least time: the eight of each kind (default cap, smallest cap, heavy
-first and last ranks) at which list scheduling alone was worst among 200 drawn at random. They were proven
+first and last ranks) at which list scheduling was worst among 200 drawn at random. They were proven
 with a constraint solver (CP-SAT of OR-Tools 9.15): intervals that do not overlap on a rank, precedences with
 latencies from ``prerequisites``, activations as a cumulative resource, microbatches of a node in order. Any
 number of T and IB may wait in them, so with our caps on these the least time can be longer. They are proven
@@ -29,7 +29,7 @@ from megatron_vocabpar.schedule.make.best_schedule import rungs, search
 from megatron_vocabpar.schedule.make.bounds import WAITING, least_ms
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
 from megatron_vocabpar.schedule.make.generate import generate, schedule_for
-from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
+from megatron_vocabpar.schedule.make.problem import Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.memory import INPUT_GRADIENTS, SOFTMAX_SHARDS
@@ -44,12 +44,12 @@ OPTIMA: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "optima.j
 NEAR_ITS_LOSS = patch("megatron_vocabpar.schedule.make.request.placed", lambda method, _: method)
 """A whole layer in a V has its loss function on the last stage's rank, as where the optima were proven."""
 KINDS = ("default", "smallest", "ends")
-WORST = {"default": 1.04, "smallest": 1.03, "ends": 1.03}
+WORST = {"default": 1.06, "smallest": 1.05, "ends": 1.05}
 
 
 @NEAR_ITS_LOSS
 def over_the_optimum(case: dict[str, Any]) -> float:
-    """The polished time over the optimum; asserts that rules, caps and the bound hold."""
+    """The simulated time over the optimum; asserts that rules, caps and the bound hold."""
     costs, family = PassCosts.from_dict(case["costs"]), families()[case["family"]]
     method = PAPERS.get(case["method"], METHODS[case["method"]])
     request = PlanRequest(
@@ -80,7 +80,7 @@ def test_the_worst_case_of_each_kind_is_near_the_optimum(kind: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_proven_optima_are_nearly_reached(kind: str) -> None:
+def test_proven_optima_are_not_far(kind: str) -> None:
     assert max(map(over_the_optimum, (case for case in OPTIMA if case["group"] == kind))) <= WORST[kind]
 
 
@@ -88,8 +88,8 @@ def test_proven_optima_are_nearly_reached(kind: str) -> None:
 def test_costs_that_nobody_tuned_to() -> None:
     excess = [over_the_optimum(case) - 1 for case in OPTIMA if case["group"] == "drawn"]
     assert len(excess) == 116
-    assert fmean(excess) <= 0.003
-    assert max(excess) <= 0.03
+    assert fmean(excess) <= 0.01
+    assert max(excess) <= 0.08
 
 
 @NEAR_ITS_LOSS
@@ -98,24 +98,6 @@ def test_the_bankers_rule_lets_two_chunks_share_little_memory() -> None:
     made = generate("baseline", 2, 5, family="v-half", max_activations=1.0)
     assert max(simulated(made).peak_activations) == 1.0
     assert simulated(made).iteration_ms == pytest.approx(263.1, abs=0.2)
-
-
-def test_polishing_never_makes_a_schedule_slower() -> None:
-    for family in ("1f1b", "v-zb"):
-        problem = Problem.of(PlanRequest(method="vocab-1", p=3, m=4, family=family))
-        listed = problem.schedule(problem.played(TRIAL_PASSES)[0])
-        assert problem.simulated_ms(problem.best(TRIAL_PASSES)) <= problem.simulated_ms(listed)
-
-
-def test_every_rank_plans_the_same() -> None:
-    """The search on small schedules is the same in every process and Python version."""
-    golden = Path(__file__).parents[1] / "golden" / "polished.txt"
-    assert generate("vocab-2", 3, 4, family="v-half").to_text() == golden.read_text().strip()
-
-
-def test_large_schedules_are_not_polished() -> None:
-    problem = Problem.of(PlanRequest(method="vocab-2", p=4, m=64))
-    assert problem.best(TRIAL_PASSES) == problem.schedule(problem.played(TRIAL_PASSES)[0])
 
 
 @pytest.mark.parametrize("p", rest_is_slow([8, 16, 32], 8))
