@@ -67,7 +67,6 @@ SCRIPTS = {
 
 MODULES = {
     "megatron_vocabpar.launch": ("{}/Megatron-LM/pretrain_gpt.py --lr 1", "pretrain_gpt.py --lr 1"),
-    "megatron_vocabpar.megatron_lm.arguments_page": ("", "all arguments"),
     "megatron_vocabpar.megatron_lm.flags_page": ("{}/page.md", ""),
 }
 """A module's arguments, and what it must say."""
