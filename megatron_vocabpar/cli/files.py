@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from megatron_vocabpar.schedule.data.schema import text_of
+from megatron_vocabpar.schedule.data.schema import read_object, text_of
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -65,8 +65,8 @@ def read_plan(path: str, costs: PassCosts | None) -> Plan:
 
 def _without_digest(text: str) -> str:
     """The plan alone of a file of ``pipeline/tuning/kept_plan.py``; another text as it is."""
-    kept = json.loads(text) if '"digest"' in text else None
-    return json.dumps(kept["plan"]) if isinstance(kept, dict) and "plan" in kept else text
+    kept = read_object(text, "the schedule") if '"digest"' in text else {}
+    return json.dumps(kept["plan"]) if "plan" in kept else text
 
 
 def write_output(path: str, content: str, option: str = "--output") -> None:

@@ -98,10 +98,12 @@ def test_check_reads_the_plan_that_a_training_keeps(tmp_path: Path) -> None:
         (("{}/a.json",), "a.json: a file is only checked here; give --check nccl, or vocabpar simulate"),
         (("--check", "nccl", "{}/a.json", "--pp", "4"), "--pp: the schedule is that of .*; leave it out"),
         (("--check", "nccl", "{}/b.json"), "cannot read the schedule .*b.json"),
+        (("--check", "nccl", "{}/cut.json"), "cut.json: the schedule is not JSON: "),
     ],
 )
 def test_a_file_is_checked_alone(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(plan_to_json(make_plan("vocab-2", 2, 3)))
+    (tmp_path / "cut.json").write_text('{"digest": "a training", "plan": {"p": 2,')
     result = run(*(word.replace("{}", str(tmp_path)) for word in words))
     assert result.exit_code == 2
     assert re.search(message, result.stderr), result.stderr
