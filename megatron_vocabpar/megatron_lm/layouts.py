@@ -51,10 +51,11 @@ def layers_of(layout: str) -> tuple[int, ...]:
 def expanded(layout: str) -> str:
     """A layout with its repetitions written out: ``(t*2|)*2`` is ``tt|tt|``.
 
-    Groups are not nested, as in Megatron: what it cannot read stays as it is.
+    Groups are not nested, as in Megatron: what it cannot read stays as it is, and so does a repetition of
+    10,000 or more.
     """
     layout = layout.replace(",", "")
-    for repeated in (r"\(([^()]+)\)\*(\d+)", r"(\w|\|)\*(\d+)"):
+    for repeated in (r"\(([^()]+)\)\*(\d{1,4})(?!\d)", r"(\w|\|)\*(\d{1,4})(?!\d)"):
         layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout)
     return layout
 
