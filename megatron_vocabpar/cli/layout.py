@@ -41,7 +41,7 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
     for problem in refused(model, job):
         raise ValueError(problem)
     request = Request(model, job, gpu, options["memory_gib"] or gpu.memory_gib)
-    checked = _checked(request, given_layout) if given_layout else None
+    checked = None if given_layout is None else _checked(request, given_layout)
     placed = [each for each in layouts_of(request) if chunks in (None, each.chunks)]
     if not placed:
         raise ValueError(
@@ -72,7 +72,7 @@ def _checked(request: Request, layout: str) -> Layout:
     """The layout, if Megatron takes it.
 
     Raises:
-        ValueError: if it has other layers, or has them where Megatron does not.
+        ValueError: if it has other layers, has them where Megatron does not, or cannot run the microbatches.
     """
     model, p = request.model, request.job.p
     counts = layers_of(layout)
@@ -88,6 +88,11 @@ def _checked(request: Request, layout: str) -> Layout:
         )
     if left:
         raise ValueError(f"--check {layout}: {len(counts)} stages; give a multiple of {p}")
+    if chunks > 1 and request.job.m % p:
+        raise ValueError(
+            f"--check {layout}: Megatron refuses {chunks} model chunks a rank with {request.job.m} "
+            f"microbatches; write {p} stages, or give --microbatches that {p} divides"
+        )
     if heads_elsewhere(layout, p):
         raise ValueError(
             f"--check {layout}: Megatron keeps all m together, in the last model chunk of a rank; write them "
