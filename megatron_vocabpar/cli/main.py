@@ -129,7 +129,7 @@ class VerbGroup(click.Group):
         except KeyboardInterrupt as stop:
             verb = f" {ctx.invoked_subcommand}" if ctx.invoked_subcommand else ""
             click.echo(f"{self.name}{verb}: interrupted", err=True)
-            number = getattr(stop, "signal_number", signal.SIGINT)  # that of train/failure.py has one
+            number = getattr(stop, "number", signal.SIGINT)  # that of runtime/processes.py has one
             raise click.exceptions.Exit(128 + number) from stop
         except OSError as error:
             if error.errno == errno.EPIPE:  # click ends quietly

@@ -1,6 +1,6 @@
 """``vocabpar train``: the options, generated from ``TrainConfig``, and the job's exit codes.
 
-Exit code 0: done; 1: a worker failed; 2: bad input; 130: Ctrl-C; 143: SIGTERM, after a checkpoint.
+Exit code 0: done; 1: a rank failed; 2: bad input; 130: Ctrl-C; 143: SIGTERM.
 Next: ``train/job.py``.
 """
 
@@ -18,7 +18,7 @@ from megatron_vocabpar.cli.files import completing, is_quiet
 from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.check import require_modules
-from megatron_vocabpar.train.config import TrainConfig, flag, off_flag, read_toml
+from megatron_vocabpar.train.config import TrainConfig, flag, off_flag
 from megatron_vocabpar.train.output import resumed
 
 _PATHS = ("text", "tokenizer", "costs")
@@ -54,22 +54,6 @@ def _option(field: dataclasses.Field[Any]) -> click.Option:
     )
 
 
-def _read_config(context: click.Context, _: click.Parameter, path: str | None) -> None:
-    """Use a file's values as defaults; flags on the command line win."""
-    if path is not None:
-        context.default_map = read_toml(Path(path))
-
-
-_CONFIG = click.Option(
-    ["--config"],
-    metavar="JOB.TOML",
-    is_eager=True,
-    expose_value=False,
-    callback=_read_config,
-    help="Values of these options, as a results folder keeps them in job.toml; other flags given win.",
-)
-
-
 def config_from_options(options: dict[str, Any], named: Collection[str]) -> TrainConfig:
     """The configuration of the parsed options, with absolute paths.
 
@@ -87,31 +71,22 @@ def _train(context: click.Context, **options: Any) -> None:
     """Train a GPT with its vocabulary layers spread over the pipeline, and report on it.
 
     Starts its own processes on this machine; under torchrun it is one of them.
-
-    The model is megatron-core's HybridModel from 0.18 on, GPTModel before: each goes on from checkpoints of
-    its own.
     """
     require_modules()
-    from megatron_vocabpar.train.failure import Interrupted, TrainingFailed
+    from megatron_vocabpar.runtime.processes import ProcessFailed
     from megatron_vocabpar.train.job import run_job
-    from megatron_vocabpar.train.ranks import RefusedElsewhere
 
+    ours = (click.core.ParameterSource.DEFAULT, None)
+    named = {name for name in options if context.get_parameter_source(name) not in ours}
     try:
-        ours = (click.core.ParameterSource.DEFAULT, None)
-        named = {name for name in options if context.get_parameter_source(name) not in ours}
         run_job(config_from_options(options, named), click.echo)
-    except TrainingFailed as failed:
+    except ProcessFailed as failed:
         raise RunFailed("train", str(failed)) from failed
-    except RefusedElsewhere as refused:
-        raise click.exceptions.Exit(2) from refused
-    except Interrupted as stop:
-        click.echo(f"vocabpar train: interrupted; {stop.hint}", err=True)
-        raise click.exceptions.Exit(128 + stop.signal_number) from stop
 
 
 train_command = _SectionedCommand(
     "train",
     callback=_train,
-    params=[*(_option(field) for field in dataclasses.fields(TrainConfig)), _CONFIG],
+    params=[_option(field) for field in dataclasses.fields(TrainConfig)],
     help=_train.__doc__,
 )

@@ -9,6 +9,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
@@ -16,12 +18,12 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.model.chunks import chunk_positions
+from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
 from megatron_vocabpar.schedule.times.redistribution import redistribute_by_flops, with_final_stage
 from megatron_vocabpar.schedule.words.methods import REDIS, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.models import LAYERS, Model, PartitionedStage, layers_of
 from megatron_vocabpar.train.weights import initialise_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,7 +61,7 @@ def transformer_config(config: TrainConfig, placement: Placement) -> Transformer
     """megatron-core's configuration of the transformer layers."""
     dtype, chunks = DTYPES[config.dtype], placement.chunks
     return TransformerConfig(
-        num_layers=LAYERS * config.layers,
+        num_layers=config.layers,
         hidden_size=config.hidden,
         num_attention_heads=config.heads,
         ffn_hidden_size=config.ffn_hidden,
@@ -81,7 +83,7 @@ def _layout(layers: tuple[int, ...]) -> list[list[str]] | None:
     """Megatron's layout of stages with these numbers of layers; None where all are equal."""
     if len(set(layers)) == 1:
         return None
-    layout = [["decoder"] * (LAYERS * count) for count in layers]
+    layout = [["decoder"] * count for count in layers]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return layout
@@ -98,7 +100,6 @@ def build_chunks(
         overlap_grad_reduce=config.overlap_grad_reduce,
         use_distributed_optimizer=config.distributed_optimizer,
     )
-    counts = layers_per_stage(config, placement)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks: list[DistributedDataParallel] = []
     for position in chunk_positions(placement, rank, compat.model_groups()):
@@ -109,13 +110,13 @@ def build_chunks(
             "position_embedding_type": _POSITIONS[config.position],
             "share_embeddings_and_output_weights": config.tied,
             **position.options,
-            **layers_of(position.stage, counts),
+            "transformer_layer_spec": get_gpt_layer_local_spec(),
         }
         if method_named(config.method).vocabulary_parallel:
             options |= {"shard": vocab_shard(config.vocab_size), "holds_shard": not chunks}
-            model: Model = PartitionedStage(**options)
+            model: GPTModel = VocabParallelGPTModel(**options)
         else:
-            model = Model(**options)
+            model = GPTModel(**options)
         model.to(device)  # megatron-core leaves norms and position embeddings on the host
         initialise_weights(model, config.seed)
         wrapped = Float16Module(transformer, model) if transformer.bf16 else model

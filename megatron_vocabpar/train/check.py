@@ -30,8 +30,7 @@ _AT_LEAST_ONE = (
     "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval", "chunks", "max_activations",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed", "timeout",
-    "keep_checkpoints",
+    "warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed",
 )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_vocabpar.train.build import TrainState
-from megatron_vocabpar.train.checkpoint_format import check_files, unify_metadata
 
 
 def _sharded(state: TrainState, is_loading: bool) -> dict[str, Any]:
@@ -60,7 +59,6 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
         dist_checkpointing.save(saved, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
-        unify_metadata(partial)
         shutil.rmtree(folder, ignore_errors=True)  # of a step that a run resumed before had reached
         partial.rename(folder)
     dist.barrier()
@@ -68,7 +66,6 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
 
 def load_checkpoint(folder: Path, state: TrainState) -> int:
     """Load a checkpoint, on any partition; all ranks call it. Returns the number of steps done."""
-    check_files(folder)
     try:
         with _one_cause():
             loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))

@@ -1,18 +1,16 @@
 """``TrainConfig``: all options of one training job in one frozen record.
 
-A field is an option: its flag, help and default stand here and nowhere else. The launcher passes the record
-to its workers as JSON. Next: ``check.py`` (rules between the fields), then ``job.py`` (what a job does).
+A field is an option: its flag, help and default stand here and nowhere else. Ranks read the record as JSON.
+Next: ``check.py`` (rules between the fields), then ``job.py`` (what a job does).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.schedule.make.families import SEARCH, families
@@ -92,7 +90,6 @@ class TrainConfig:
     warmup: int = _option(3, "Steps of linear warm-up (fewer than --steps).")
     weight_decay: float = _option(0.01, "Weight decay.")
     clip_grad: float = _option(1.0, "Largest gradient norm (0: do not clip).")
-    check_finite: bool = _option(True, "End the run when the loss or the gradient norm is not finite.")
     seed: int = _option(1234, "Seed of the weights and of the order of the data.")
 
     text: str | None = _option(
@@ -116,11 +113,9 @@ class TrainConfig:
     output: str = _option("vocabpar-out", "The results folder.", "Results", metavar="FOLDER")
     resume: bool = _option(False, "Go on from the checkpoints in the folder.")
     overwrite: bool = _option(False, "Replace the results of an earlier job in this folder.")
-    timeout: float = _option(0.0, "Seconds without progress after which the job ends (0: never).")
     log_interval: int = _option(1, "Steps between updates of the progress line.")
     save_interval: int = _option(0, "Steps between checkpoints (0: only at the end).")
     save: bool = _option(True, "Write a checkpoint at the end.")
-    keep_checkpoints: int = _option(0, "Checkpoints to keep, the newest ones (0: all).")
 
     @property
     def world_size(self) -> int:
@@ -148,11 +143,6 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.dp * self.microbatches * self.micro_batch_size * self.seq_length
 
-    def to_toml(self) -> str:
-        """The record as ``vocabpar train --config`` reads it, without resume and overwrite."""
-        values = dataclasses.asdict(self).items()
-        return "".join(f"{k} = {_toml(v)}\n" for k, v in values if v is not None and k not in _ONCE)
-
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
@@ -173,35 +163,11 @@ class TrainConfig:
 _TYPES = typing.get_type_hints(TrainConfig)
 
 
-def _toml(value: Any) -> str:
-    # JSON's numbers, strings, lists and truth values are TOML's too, with two exceptions: json.dumps escapes
-    # a character beyond 16 bits as a pair ("\\ud83d\\ude00"), which TOML refuses, and leaves DEL unescaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def _fits(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is tuple:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     kinds = typing.get_args(kind) or (kind,)
     return type(value) in kinds or (float in kinds and type(value) is int)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The fields of a TOML file, with values as a command line has them."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--config: cannot read {path}: {error}") from error
-    if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(TrainConfig)}):
-        raise ValueError(
-            f"--config {path}: no options are called {', '.join(unknown)}; see vocabpar train --help"
-        )
-    for name, value in values.items():
-        if not _fits(value, _TYPES[name]):
-            raise ValueError(
-                f"--config {path}: {name} is {value!r}; see {flag(name)} in vocabpar train --help"
-            )
-    return {name: ",".join(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def flag(name: str) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,17 +55,9 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Create ``folder`` if it is missing and hold its lock; others wait. A process that dies frees it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` so that a reader finds either all of it under ``path`` or no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

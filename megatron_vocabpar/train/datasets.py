@@ -29,7 +29,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from torch.utils.data import default_collate
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.data_files import DataFiles, locked
+from megatron_vocabpar.train.data_files import DataFiles
 
 Batch = Mapping[str, torch.Tensor | None]
 """``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` fp32, ``attention_mask`` None."""
@@ -82,8 +82,7 @@ def compile_helpers() -> None:
     # torch brings pybind11's headers
     includes = [f"-I{Path(torch.__file__).parent / 'include'}", f"-I{sysconfig.get_path('include')}"]
     command = [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(source), "-o", str(target)]
-    with locked(source.parent):
-        result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         last = (result.stderr.strip().splitlines() or ["no output"])[-1]
         raise ValueError(f"{compiler} could not compile {source}: {last}")
@@ -111,9 +110,8 @@ def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, G
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if rank == 0:  # builds the indices; the other ranks load them
         compile_helpers()
-    with locked(Path(files.index_cache)) if rank == 0 else contextlib.nullcontext():
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config)
-        train, valid, _ = builder.build()
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, dataset_config)
+    train, valid, _ = builder.build()
     return train, valid
 
 

@@ -1,15 +1,20 @@
 """A whole job, in order: check, prepare the data, train with each method, report.
 
-Nothing is written to the results folder before the checks and the preparation have passed.
-Next: ``ranks.py`` (one method's processes), ``report.py`` (the results page).
+Nothing is written to the results folder before the checks and the preparation have passed. ``vocabpar train``
+starts the ranks of each method as processes of this machine. Under torchrun it is itself one rank: rank 0
+prepares and reports, and all ranks train one method after the other.
+
+Next: ``trainer.py`` (one rank), ``report.py`` (the results page).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import suppress
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.plan import Plan
@@ -18,48 +23,94 @@ from megatron_vocabpar.train import output
 from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.data_files import DataFiles
-from megatron_vocabpar.train.failure import Interrupted, TrainingFailed
 from megatron_vocabpar.train.prepare import prepare
-from megatron_vocabpar.train.ranks import WORKER_MODULE, processes
+from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
 
+if TYPE_CHECKING:
+    import torch
+
 Say = Callable[[str], None]
 
+_PREPARATION = timedelta(hours=2)  # of rank 0, for which the others wait under torchrun
+_JOBS = "vocabpar/jobs"
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # a checkpoint can name no function to be called
+}
 
-def run_job(config: TrainConfig, say: Say, worker_module: str = WORKER_MODULE) -> None:
+
+def run_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.environ) -> None:
     """Run a job: start its processes on this machine, or be one of them under torchrun.
 
     Raises:
         ValueError: for a job that cannot run; nothing has been written.
-        RefusedElsewhere: the same under torchrun, on the ranks other than 0.
-        TrainingFailed, Interrupted: see ``launch``.
+        ProcessFailed, Stopped: as ``runtime.processes.run``.
     """
-    ranks = processes()
-    paths = ranks.decide(lambda: open_job(config, say))
-    try:
-        for path in paths:
-            job = TrainConfig.from_json(path.read_text())
-            if ranks.leads:
-                say(f"training {job.method} on {job.world_size} processes ({job.device})")
-            ranks.run(job, worker_module)
-    except (TrainingFailed, Interrupted) as end:
-        if ranks.leads:
-            with suppress(ValueError, OSError):  # no metrics, or a full disk: the failure is what counts
-                say(write_report(Path(config.output)))
-        hint = output.how_to_go_on(config)
-        if isinstance(end, Interrupted):
-            raise Interrupted(end.signal_number, hint) from end
-        raise TrainingFailed(f"{end}\n{hint}" if str(end) else "") from end
-    if ranks.leads:
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        _run_rank(config, say)
+        return
+    from megatron_vocabpar.runtime.processes import run
+
+    for folder in open_job(config, say):
+        job = output.read_config(folder)
+        say(f"training {job.method} on {job.world_size} processes ({job.device})")
+        run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
+    say(write_report(Path(config.output)))
+
+
+def run_method(folder: str) -> None:
+    """Train one method, on a rank that ``run_job`` has started in the method's folder."""
+    import torch.distributed as dist
+
+    from megatron_vocabpar.runtime.streams import backend, default_device
+
+    job = output.read_config(Path(folder))
+    device = default_device(job.device, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend(device))
+    _train(job, device)
+    # Not after a failure: it waits for collectives that peers will not join, and nobody would learn why.
+    dist.destroy_process_group()
+
+
+def _train(job: TrainConfig, device: torch.device) -> None:
+    with quiet_megatron():  # imports it
+        from megatron_vocabpar.train.trainer import train
+
+        train(job, device)
+
+
+def _run_rank(config: TrainConfig, say: Say) -> None:
+    """One rank of a job that torchrun has started; all ranks must see the results folder and the cache."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    from megatron_vocabpar.runtime.streams import backend, default_device
+
+    store, rank, size = next(rendezvous("env://"))
+    if rank == 0:
+        store.set(_JOBS, "\n".join(map(str, open_job(config, say))))
+    store.wait([_JOBS], _PREPARATION)
+    jobs = [output.read_config(Path(folder)) for folder in store.get(_JOBS).decode().splitlines()]
+    for job in jobs:
+        device = default_device(job.device, int(os.environ["LOCAL_RANK"]))
+        if not dist.is_initialized():
+            dist.init_process_group(backend(device), store=store, rank=rank, world_size=size)
+        if rank == 0:
+            say(f"training {job.method} on {size} processes ({job.device})")
+        _train(job, device)
+    if rank == 0:
         say(write_report(Path(config.output)))
+    if jobs:
+        dist.destroy_process_group()
 
 
 def open_job(config: TrainConfig, say: Say) -> list[Path]:
     """Check a job, make its schedules, prepare its data, and open its folder.
 
     Returns:
-        ``config.json`` of each method that is still to be trained; the workers' other input stands beside it.
+        The folder of each method that is still to be trained, with all that its ranks read.
     """
     check(config)
     config = dataclasses.replace(config, device=resolve_device(config))
@@ -78,14 +129,14 @@ def open_job(config: TrainConfig, say: Say) -> list[Path]:
         earlier = output.read_config(Path(config.output))
         say(f"replacing the results of {', '.join(earlier.methods)} in {config.output}")
     output.open_output(config)
-    paths = []
+    folders = []
     for method, plan in plans.items():
-        paths.append(output.open_method(output.method_config(config, method)))
-        write_inputs(paths[-1].parent, files, plan)
-    return paths
+        folders.append(output.open_method(output.method_config(config, method)))
+        write_inputs(folders[-1], files, plan)
+    return folders
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
-    """Write what the workers of one method read, the data and the plan, into the method's folder."""
+    """Write what the ranks of one method read, the data and the plan, into the method's folder."""
     (folder / output.DATA_FILE).write_text(files.to_json())
     (folder / output.SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")

@@ -1,13 +1,12 @@
 """The results folder: its layout, and whether a job may use it, go on in it, or replace it.
 
     <output>/config.json                the whole job
-    <output>/job.toml                   the same for ``vocabpar train --config``
     <output>/index.html loss.png …      the report over all methods
     <output>/emulation.json …           what ``vocabpar emulate --report`` has added
-    <output>/<method>/config.json       the configuration of one method's workers
+    <output>/<method>/config.json       the configuration of one method's ranks
     <output>/<method>/data.json         the prepared data they read
     <output>/<method>/schedule.json     the schedule they run
-    <output>/<method>/checkpoint/ …     the workers' results (``trainer.py``)
+    <output>/<method>/checkpoint/ …     the ranks' results (``trainer.py``)
 
 Next: ``job.py``, which fills it.
 """
@@ -23,10 +22,8 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.train.config import TrainConfig, flag
 
 CONFIG_FILE = "config.json"
-JOB_FILE = "job.toml"
 DATA_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
-LOG_FOLDER = "logs"
 METRICS_FILE = "metrics.jsonl"
 SCHEDULE_DATA_FILE = "schedule.json"
 EMULATION_FILE, EMULATION_PICTURE_FILE = "emulation.json", "emulation.svg"
@@ -60,20 +57,10 @@ def method_config(config: TrainConfig, method: str) -> TrainConfig:
 
 def steps_done(folder: Path) -> int:
     """Steps of the newest complete checkpoint in a method's folder; 0 without one."""
-    return max(_steps(folder), default=0)
-
-
-def _steps(folder: Path) -> list[int]:
     # A checkpoint such as step_0000060 gets its name when it is complete; a stray folder lacks the file.
     complete = (folder / CHECKPOINT_FOLDER).glob("step_*/metadata.json")
     ends = [path.parent.name.removeprefix("step_") for path in complete]
-    return sorted(int(end) for end in ends if end.isdigit())
-
-
-def keep_newest(folder: Path, count: int) -> None:
-    """Remove all but the newest ``count`` checkpoints of a method's folder; 0 removes none."""
-    for steps in _steps(folder)[:-count] if count else ():
-        shutil.rmtree(checkpoint_folder(folder, steps))
+    return max((int(end) for end in ends if end.isdigit()), default=0)
 
 
 def checkpoint_folder(folder: Path, steps: int) -> Path:
@@ -163,16 +150,6 @@ def read_config(folder: Path) -> TrainConfig:
         raise ValueError(f"cannot read {path} ({error}); give the folder of a job's results") from error
 
 
-def how_to_go_on(config: TrainConfig) -> str:
-    """Names the checkpoints that a job has left which ended early, and the command that goes on from them."""
-    folder = Path(config.output)
-    done = {name: steps_done(folder / name) for name in config.methods}
-    if not any(done.values()):
-        return "no checkpoint was written (--save-interval N writes one every N steps)"
-    checkpoints = ", ".join(f"{name} of step {steps}" for name, steps in done.items() if steps)
-    return f"last checkpoints: {checkpoints}; go on with: vocabpar train --resume --output {folder}"
-
-
 def open_output(config: TrainConfig) -> None:
     """Create the results folder and write the job into it, after ``check_output``.
 
@@ -182,20 +159,15 @@ def open_output(config: TrainConfig) -> None:
     if config.overwrite and folder.is_dir():
         for name in METHODS:
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (*REPORT_FILES, CONFIG_FILE, JOB_FILE):
+        for name in (*REPORT_FILES, CONFIG_FILE):
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(config.to_json())
-    # A path that is not UTF-8 keeps its bytes.
-    (folder / JOB_FILE).write_text(config.to_toml(), encoding="utf-8", errors="surrogateescape")
 
 
 def open_method(config: TrainConfig) -> Path:
-    """Create the folder of one method's workers; returns its ``config.json``. Logs of an earlier job stay."""
+    """Create the folder of one method, with its ``config.json``; returns the folder."""
     folder = Path(config.output)
-    (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
-    for record in (folder / LOG_FOLDER).glob("*.record"):
-        record.unlink()
-    path = folder / CONFIG_FILE
-    path.write_text(config.to_json())
-    return path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(config.to_json())
+    return folder

@@ -50,7 +50,6 @@ _FILES = {
     output.SCHEDULE_DATA_FILE: "the schedule as data, for vocabpar simulate",
     pictures.TIMELINE_FILE: "what each rank did in the last step, measured, for a trace viewer",
     output.CHECKPOINT_FOLDER: "the trained model",
-    output.LOG_FOLDER: "the output of the ranks other than 0",
 }
 _PERFETTO = "https://ui.perfetto.dev"
 

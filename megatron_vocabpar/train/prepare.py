@@ -1,8 +1,8 @@
 """From text to token ids on disk: corpus, tokenizer and Megatron's indexed dataset, each kept between runs.
 
-The parent process runs this before any worker starts, and writes the result beside the workers' configuration
-as ``data.json``. A file of the cache gets its name when it is complete, and a lock keeps two jobs from doing
-the same long work at once. Megatron takes seconds to import, so it is imported where it is needed.
+One process runs this before any rank starts, and writes the result beside the ranks' configuration as
+``data.json``. A file of the cache gets its name when it is complete. Megatron takes seconds to import, so it is
+imported where it is needed.
 Next: ``data_files.py``, ``datasets.py``.
 """
 
@@ -16,7 +16,7 @@ from types import ModuleType
 from tokenizers import Tokenizer
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.data_files import DataFiles, cache_folder, locked, write_atomically
+from megatron_vocabpar.train.data_files import DataFiles, cache_folder, write_atomically
 from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
 from megatron_vocabpar.train.tokenizer import encoded, end_of_text, load_tokenizer, train_tokenizer
@@ -50,24 +50,21 @@ def _tokenized(config: TrainConfig, say: Callable[[str], None]) -> DataFiles:
     tokenizer = load_tokenizer(path)
     folder = cache_folder() / "datasets" / _key(corpus.digest, hashlib.sha256(path.read_bytes()).hexdigest())
     record = folder / "data.json"
-    with locked(folder):
-        if not record.is_file():
-            say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
-            prefix = str(folder / "text")
-            documents = filter(None, encoded(tokenizer, corpus.documents))
-            _datasets().write_dataset(prefix, documents, tokenizer.get_vocab_size())
-            files = _data_files(corpus.name, prefix, folder / "indices", path, tokenizer)
-            write_atomically(record, files.to_json())
+    if not record.is_file():
+        say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
+        prefix = str(folder / "text")
+        documents = filter(None, encoded(tokenizer, corpus.documents))
+        _datasets().write_dataset(prefix, documents, tokenizer.get_vocab_size())
+        files = _data_files(corpus.name, prefix, folder / "indices", path, tokenizer)
+        write_atomically(record, files.to_json())
     return DataFiles.from_json(record.read_text())
 
 
 def _trained(config: TrainConfig, corpus: Corpus, say: Callable[[str], None]) -> Path:
-    folder = cache_folder() / "tokenizers"
-    path = folder / f"{_key(corpus.digest, str(config.tokenizer_size))}.json"
-    with locked(folder):
-        if not path.is_file():
-            say(f"training a tokenizer of {config.tokenizer_size} tokens on {corpus.name}")
-            write_atomically(path, train_tokenizer(corpus.documents, config.tokenizer_size).to_str())
+    path = cache_folder() / "tokenizers" / f"{_key(corpus.digest, str(config.tokenizer_size))}.json"
+    if not path.is_file():
+        say(f"training a tokenizer of {config.tokenizer_size} tokens on {corpus.name}")
+        write_atomically(path, train_tokenizer(corpus.documents, config.tokenizer_size).to_str())
     return path
 
 

@@ -1,6 +1,6 @@
 """The training loop of ``vocabpar train``, on one rank.
 
-1. Join the process group; build model, optimizer and data as Megatron does.
+1. Build model, optimizer and data as Megatron does, over the process group that is there.
 2. For every step: call the forward-backward function, step the optimizer, write a line of metrics.
 3. Now and then evaluate, with the same forward-backward function.
 4. At the end save a checkpoint, the schedule as a picture, and the measured timeline of the last step.
@@ -9,17 +9,13 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +25,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
-from megatron_vocabpar.runtime.streams import (
-    backend,
-    default_device,
-    held_memory_mib,
-    peak_memory_mib,
-    queue_to_device,
-)
+from megatron_vocabpar.runtime.streams import held_memory_mib, peak_memory_mib, queue_to_device
 from megatron_vocabpar.runtime.timeline import Timeline, gather_trace
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.serialize import plan_from_json
-from megatron_vocabpar.schedule.words.passes import Instruction, Pass, PassType
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint
@@ -47,38 +36,23 @@ from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
 from megatron_vocabpar.train.data_files import DataFiles
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
-from megatron_vocabpar.train.failure import SAVED, ProgressRecord
-from megatron_vocabpar.train.finite import Watch, check_norm, end_at
 from megatron_vocabpar.train.metrics import Metrics
 
 _START = timedelta(minutes=10)  # in which all ranks have started
 
 
-def run(config: TrainConfig) -> int:
-    """Train one method, on the rank that the environment names; returns the exit code.
-
-    SIGTERM to any rank ends the training after the running step, with a checkpoint and the code ``SAVED``.
+def train(config: TrainConfig, device: torch.device) -> None:
+    """Train one method in the default process group.
 
     Args:
-        config: ``output`` is the method's folder, with ``data.json`` and ``schedule.json`` in it.
+        config: its ``output`` is the method's folder, with ``data.json`` and ``schedule.json`` in it.
     """
-    device = default_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend(device))
-    terminated = train(config, device)
-    # Not after a failure: it waits for collectives that peers will not join, and nobody would learn why.
-    dist.destroy_process_group()
-    return SAVED if terminated else 0
-
-
-def train(config: TrainConfig, device: torch.device) -> bool:
-    """Train in the default process group; see ``run``. Returns whether SIGTERM has ended the training."""
     with megatron_on(device):
         parallel_state.initialize_model_parallel(config.tp, config.pp)
         torch.manual_seed(config.seed)
         model_parallel_cuda_manual_seed(config.seed)
-        terminated = _Trainer(config, device).train()
+        _Trainer(config, device).train()
         parallel_state.destroy_model_parallel()
-    return terminated
 
 
 def loss_func(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any, ...]:
@@ -105,9 +79,6 @@ class _Trainer:
         self.config = config
         self.device = device
         self.folder = Path(config.output)
-        self.record = ProgressRecord(self.folder / output.LOG_FOLDER, dist.get_rank())
-        self.watch = Watch()
-        self.terminated = False
         self.timeline = Timeline(device)
         self.plan = plan_from_json((self.folder / output.SCHEDULE_DATA_FILE).read_text())
         self._compare_ranks()
@@ -116,9 +87,8 @@ class _Trainer:
             vocab_groups(),
             device,
             make_plan={self.plan.schedule.m: self.plan}.__getitem__,
-            listeners=Listeners(observers=(self._observe,), timeline=self.timeline),
+            listeners=Listeners(timeline=self.timeline),
         )
-        self._under_way: list[Instruction] = []
         self.placement = self.plan.schedule.placement
         self.held_before_mib = held_memory_mib(device)
         self.state = build(config, self.placement, device)
@@ -131,33 +101,15 @@ class _Trainer:
         libraries = versions() | {"megatron-core": megatron_version}
         agree("configuration and versions", options | libraries | digest, _START)
 
-    @contextmanager
-    def _observe(self, instruction: Instruction) -> Iterator[None]:
-        self._under_way.append(instruction)
-        self._note(instruction)
-        yield
-        self._under_way.pop()
-        if self._under_way:
-            self._note(self._under_way[-1])  # a pass, inside which this instruction was launched
-
-    def _note(self, instruction: Instruction) -> None:
-        self.record.write(str(instruction))
-        self.watch.instruction = instruction
-
-    def train(self) -> bool:
-        """Train to the last step and leave the results; returns whether SIGTERM has ended it before."""
+    def train(self) -> None:
+        """Train to the last step and leave the results."""
         config, first_step = self.config, 0
         if config.resume:
             latest = output.checkpoint_folder(self.folder, output.steps_done(self.folder))
             first_step = load_checkpoint(latest, self.state)
         batches = self._batches(self.train_data, first_step)
-        last = terminated = False
-        with (
-            Metrics(config, self.folder / output.METRICS_FILE, first_step, dist.get_rank() == 0) as metrics,
-            self._saving_on_sigterm(),
-        ):
+        with Metrics(config, self.folder / output.METRICS_FILE, first_step, dist.get_rank() == 0) as metrics:
             for step in range(first_step, config.steps):
-                self.record.write_step(step + 1)
                 last = step == config.steps - 1
                 if last:
                     self.timeline.start()
@@ -166,36 +118,12 @@ class _Trainer:
                 if config.eval_interval and (step + 1) % config.eval_interval == 0:
                     measured["eval_loss"] = self._evaluate()
                 metrics.add({"step": step + 1, **measured})
-                self.record.write("saving results")
-                terminated = _on_any_rank(self.terminated, self.device)
                 at_interval = config.save_interval and (step + 1) % config.save_interval == 0
-                if config.save and (last or at_interval or terminated):
-                    folder = output.checkpoint_folder(self.folder, step + 1)
-                    save_checkpoint(folder, self.state, step + 1)
-                    if dist.get_rank() == 0:
-                        output.keep_newest(self.folder, config.keep_checkpoints)
-                if last:
-                    trace = gather_trace(spans)
-                    if trace is not None:
-                        write_pictures(self.folder, self.plan, trace)
-                elif terminated:
-                    break
+                if config.save and (last or at_interval):
+                    save_checkpoint(output.checkpoint_folder(self.folder, step + 1), self.state, step + 1)
+                if last and (trace := gather_trace(spans)) is not None:
+                    write_pictures(self.folder, self.plan, trace)
         self.forward_backward.close()
-        return terminated and not last
-
-    @contextmanager
-    def _saving_on_sigterm(self) -> Iterator[None]:
-        def terminate(*_: object) -> None:
-            self.terminated = True
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGTERM, terminate)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
     def _batches(self, dataset: Any, step: int) -> list[Iterator[Any] | None]:
         """The data of each chunk; only the first stage and that of the loss load any."""
@@ -218,11 +146,9 @@ class _Trainer:
         optimizer.zero_grad()
         reports = self._run(batches, forward_only=False)
         loss = _mean_loss(reports, self.device)
-        if self.config.check_finite and not math.isfinite(loss):
-            self._end_at(step, loss, reports)
+        if not math.isfinite(loss):  # before the optimizer would spoil all weights
+            raise ArithmeticError(f"loss {loss} at step {step + 1}; give a smaller --lr or a longer --warmup")
         _, grad_norm, _ = optimizer.step()
-        if self.config.check_finite:
-            check_norm(step + 1, loss, float(grad_norm))
         self.state.scheduler.step(increment=1)
         seconds = time.perf_counter() - start
         return {
@@ -233,17 +159,6 @@ class _Trainer:
             "iteration_ms": seconds * 1e3,
             "peak_memory_mib": _peak_memory_mib(self.device, self.held_before_mib),
         }
-
-    def _end_at(self, step: int, loss: float, reports: list[Any]) -> NoReturn:
-        """Run the step's microbatches again to find where the loss ceased to be a number; end the run."""
-        with self.watch.layers_of(self.state.chunks):
-            self._run(self._batches(self.train_data, step), forward_only=True)
-        method, last = self.plan.schedule.method, self.placement.last_stage
-        kind = method.passes[0] if method.vocabulary_parallel else PassType.F
-        stage = self.placement.p - 1 if method.vocabulary_parallel else last
-        losses = [float(report["lm loss"][0]) for report in reports]
-        parameters = (named for chunk in self.state.chunks for named in chunk.module.named_parameters())
-        end_at(step + 1, loss, losses, lambda i: Pass(kind, stage, i), self.watch, parameters)
 
     def _evaluate(self) -> float | None:
         """Mean loss of the first ``eval_iters`` steps' worth of the evaluation data."""
@@ -263,12 +178,6 @@ class _Trainer:
             micro_batch_size=self.config.micro_batch_size,
             forward_only=forward_only,
         )
-
-
-def _on_any_rank(flag: bool, device: torch.device) -> bool:
-    flags = torch.tensor(float(flag), device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags)
 
 
 def _mean_loss(reports: list[Any], device: torch.device) -> float:

@@ -34,16 +34,11 @@ def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for name, parameter in model.named_parameters():
         match = _LAYER.match(name)
         if match:
-            number = (model.decoder.layers[int(match[1])].layer_number - 1) // _sublayers(model)
+            number = model.decoder.layers[int(match[1])].layer_number - 1
             name = f"decoder.layers.{number}.{name[match.end() :]}"
         if expert := _EXPERT.search(name):
             name = _EXPERT.sub(str(_first_expert(model) + int(expert[0])), name)
         yield name, parameter
-
-
-def _sublayers(model: Any) -> int:
-    """A transformer layer is two layers of HybridModel, attention and MLP."""
-    return 2 if hasattr(model, "hybrid_layer_pattern") else 1
 
 
 def _first_expert(model: Any) -> int:
@@ -67,7 +62,7 @@ def initialise_weights(model: Any, seed: int) -> None:
             name = "embedding.word_embeddings.weight"
         std = config.init_method_std
         if name.endswith(_SCALED):
-            std /= math.sqrt(2 * config.num_layers / _sublayers(model))
+            std /= math.sqrt(2 * config.num_layers)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         dim, whole, _, _ = _place(model, name, parameter)
