@@ -52,12 +52,6 @@ INTERRUPTED = (
     " for i in $(seq 60); do sleep 1; grep -qs . vocabpar-out/vocab-2/metrics.jsonl && break; done;"
     " kill -INT -- -$job; wait $job; test -d vocabpar-out"
 )
-OLDER = "a008c4d"
-"""The version whose results an update finds; a clone without it cannot have the row."""
-AN_OLDER_JOB = (
-    f'mkdir older && git archive {OLDER} | tar x -C older && PYTHONPATH="$PWD/older"'
-    " python -m megatron_vocabpar train --steps 4 --compare baseline && rm -r older"
-)
 BUSY = "for i in 1 2; do (while :; do :; done) & done; trap 'kill $(jobs -p)' EXIT;"
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 SMALL = (
@@ -134,7 +128,6 @@ def rows() -> list[Row]:
         *(tests(f"a busy machine, run {i} of 5", f"{BUSY} {PROCESSES}") for i in range(1, 6)),
         tests("after an interrupted make train", f"{INTERRUPTED}; {both}"),
         tests("both commands, twice in a row", f"{both} && {both}"),
-        tests("after a job of an older version", f"{AN_OLDER_JOB} && {both}"),
     ]
 
 

@@ -36,7 +36,7 @@ if importlib.util.find_spec("hypothesis"):
     settings.register_profile("long", max_examples=400, deadline=None)
     settings.load_profile("default")
     set_hypothesis_home_dir(ROOT / ".hypothesis")
-# Processes that tests start import ``tests.train.fake_worker`` and others from wherever they are.
+# Processes that tests start import functions of the tests from wherever they are.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Prepared data, as the workers read it. The last documents are kept for evaluation."""
+    """Prepared data, as the ranks read it. The last documents are kept for evaluation."""
 
     name: str  # for a person to read
     prefix: str  # path of the indexed dataset, without .bin and .idx

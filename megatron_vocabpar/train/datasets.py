@@ -69,7 +69,7 @@ def inspect_dataset(prefix: str) -> tuple[list[int], int]:
 def compile_helpers() -> None:
     """Compile ``GPTDataset``'s C++ functions unless megatron-core's installation, such as a wheel, has them.
 
-    One process calls it, before the workers start.
+    One process calls it, before the ranks start.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")

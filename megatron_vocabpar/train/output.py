@@ -43,7 +43,7 @@ _FLAG_OF = {"ffn_hidden": "ffn", "tokenizer_size": "tokenizer_vocab_size"}
 
 
 def method_config(config: TrainConfig, method: str) -> TrainConfig:
-    """The configuration of one method's workers: that method alone, in its own folder."""
+    """The configuration of one method's ranks: that method alone, in its own folder."""
     folder = Path(config.output) / method
     return dataclasses.replace(
         config,

@@ -65,7 +65,7 @@ run python3 -c 'from pathlib import Path; from megatron_vocabpar.measure.environ
 run bash -c 'vocabpar train --pp 2 --steps 2 --output /tmp/out && cat /tmp/out/summary.json'
 run scripts/artifact/quick_exp.sh run vocab-2 --smoke
 
-# A training that is stopped, without --init: it saves a checkpoint and ends by itself.
+# A training that is stopped, without --init: it ends by itself.
 echo "+ podman stop"
 name=$(podman_run --detach "$image" vocabpar train --pp 2 --steps 100000)
 until grep -q 'step [0-9]' <(podman logs "$name" 2>&1); do sleep 1; done

@@ -1,6 +1,6 @@
 """Training jobs on the stand-in, one after the other, from a process that has imported everything once.
 
-A rank is a fork of this process and runs the worker of ``vocabpar train``. A fault is planted in the fork.
+A rank is a fork of this process and trains as one of ``vocabpar train``. A fault is planted in the fork.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from pathlib import Path
 
 import waits
 
-from megatron_vocabpar.train import trainer
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import blame
-from megatron_vocabpar.train.job import open_job
+from megatron_vocabpar.train.job import open_job, run_method
 from megatron_vocabpar.train.metrics import read_metrics
-from megatron_vocabpar.train.output import CONFIG_FILE, LOG_FOLDER, METRICS_FILE
-from megatron_vocabpar.train.worker import run_worker
+from megatron_vocabpar.train.output import METRICS_FILE
 
 Plant = Callable[[int], None]
 """Changes a rank's process before it trains; its argument is the rank."""
@@ -45,6 +42,7 @@ SMALL = TrainConfig(
     save=False,
     device="cuda",
 )
+_OUTPUT = "output{}.txt"
 TEXT = "".join(f"line {number} of a text, {number * number}\n" for number in range(3000))
 
 
@@ -56,7 +54,7 @@ class Outcome:
         codes: exit codes by rank; negative for a signal, None for one that did not end in time.
         losses: by step.
         waits: ``[rank, iteration, instruction, kind, place, count]``, where they were counted.
-        message: of the launcher, for ranks that failed.
+        message: the last line of the rank that failed first.
         output: all that ranks wrote.
     """
 
@@ -75,7 +73,7 @@ class Outcome:
     def reason(self) -> str:
         """The line that says best why it failed."""
         named = [line for line in self.output.splitlines() if "out of order" in line]
-        return (named or self.message.splitlines() or [f"exit codes {self.codes}"])[0]
+        return next(iter(named), self.message or f"exit codes {self.codes}")
 
     def waits_in_passes(self, first: int = 1) -> dict[str, int]:
         """How often the host waited inside instructions, from this iteration on, by kind and place."""
@@ -104,8 +102,7 @@ def run(
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_text(TEXT)
     job = replace(config, text=str(text), output=str(folder))
-    path = folder / config.method / CONFIG_FILE
-    open_job(job, lambda _: None)
+    (method,) = open_job(job, lambda _: None)
     told = {
         "WORLD_SIZE": str(config.world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -113,19 +110,18 @@ def run(
         "EMULATED_WAITS": str(folder / "waits"),
         **(settings or {}),
     }
-    ranks = [_fork(rank, told, path, plant) for rank in range(config.world_size)]
-    codes = _wait(ranks, limit_s)
-    rows = read_metrics(path.parent / METRICS_FILE) if (path.parent / METRICS_FILE).exists() else []
-    logs = path.parent / LOG_FOLDER
-    failed = {rank: code for rank, code in enumerate(codes) if code}
+    processes = [_fork(rank, told, method, plant) for rank in range(config.world_size)]
+    codes = _wait(processes, limit_s)
+    rows = read_metrics(method / METRICS_FILE) if (method / METRICS_FILE).exists() else []
+    ranks = range(config.world_size)
+    output = [(method / _OUTPUT.format(rank)).read_text(errors="replace") for rank in ranks]
+    failed = [rank for rank, code in codes.items() if code]
     return Outcome(
-        codes,
+        tuple(codes.get(rank) for rank in ranks),
         tuple(row["loss"] for row in rows),
         tuple(_waits(folder / "waits", config.world_size)),
-        blame(logs, config.world_size, failed) if failed else "",
-        "".join(
-            file.read_text(errors="replace") for file in sorted({*logs.glob("*.txt"), *logs.glob("*.log")})
-        ),
+        output[failed[0]].rstrip().rpartition("\n")[2] if failed else "",
+        "".join(output),
     )
 
 
@@ -135,52 +131,49 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _fork(rank: int, told: Mapping[str, str], path: Path, plant: Plant | None) -> int:
+def _fork(rank: int, told: Mapping[str, str], folder: Path, plant: Plant | None) -> int:
     child = os.fork()
     if child:
         return child
     try:
         os.setsid()
         os.environ.update(told, RANK=str(rank), LOCAL_RANK=str(rank))
-        logs = path.parent / LOG_FOLDER
-        logs.mkdir(parents=True, exist_ok=True)
-        log = os.open(logs / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(folder / _OUTPUT.format(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         waits.install()
         if plant is not None:
             plant(rank)
-
-        def train_and_count(config: TrainConfig) -> int:
-            code = trainer.run(config)
-            waits.write()
-            return code
-
-        run_worker(str(path), train_and_count)
+        run_method(str(folder))
+        waits.write()
+        code = 0
     except BaseException:
         traceback.print_exc()
-    os._exit(1)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def _wait(ranks: Sequence[int], limit_s: float) -> tuple[int | None, ...]:
-    """Exit codes; after a failure the others have as long as NCCL would be given, a few seconds."""
-    codes: dict[int, int | None] = {}
+def _wait(processes: Sequence[int], limit_s: float) -> dict[int, int]:
+    """Exit codes by rank, in the order of the ends; after a failure the others have as long as NCCL would be given, a few seconds."""
+    codes: dict[int, int] = {}
     deadline = time.monotonic() + limit_s
-    while len(codes) < len(ranks) and time.monotonic() < deadline:
-        for rank in ranks:
+    while len(codes) < len(processes) and time.monotonic() < deadline:
+        for rank, pid in enumerate(processes):
             if rank in codes:
                 continue
-            ended, status = os.waitpid(rank, os.WNOHANG)
+            ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 codes[rank] = os.waitstatus_to_exitcode(status)
                 if codes[rank]:
                     deadline = min(deadline, time.monotonic() + 5)
         time.sleep(0.01)
-    for rank in ranks:
+    for rank, pid in enumerate(processes):
         if rank not in codes:
-            os.killpg(rank, signal.SIGKILL)
-            os.waitpid(rank, 0)
-    return tuple(codes.get(rank) for rank in ranks)
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return codes
 
 
 def _waits(folder: Path, ranks: int) -> list[tuple[int, int, str | None, str, str, int]]:

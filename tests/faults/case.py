@@ -21,7 +21,7 @@ SMALL = (
     "--micro-batch-size 1 --warmup 1 --device cpu --eval-interval 0 --log-interval 1"
 )
 ENDS_WITHIN_S = 5.0
-_SAID = re.compile(r"^(vocabpar[\w ]*: (error: |interrupted)|Error: |Usage: )", re.MULTILINE)
+_SAID = re.compile(r"^((?:vocabpar|lab)[\w ]*: (error: |interrupted)|Error: |Usage: )", re.MULTILINE)
 _NOISE = re.compile(r"Traceback \(most recent|terminate called|Exception ignored|RuntimeWarning|core dumped")
 
 

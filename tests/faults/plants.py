@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tests.faults.warm import Plant
@@ -32,7 +30,7 @@ def by(number: int, parent: bool = False) -> Deed:
 
 
 def to_both(number: int) -> Deed:
-    """The launcher and this worker get it, as from a terminal or a scheduler."""
+    """The launcher and this rank get it, as from a terminal or a scheduler."""
 
     def deed() -> None:
         os.kill(os.getppid(), number)
@@ -46,18 +44,6 @@ def ends(code: int) -> Deed:
     return lambda: os._exit(code)
 
 
-def raises(error: BaseException) -> Deed:
-    def deed() -> None:
-        raise error
-
-    return deed
-
-
-def stops() -> None:
-    """The process does nothing any more."""
-    time.sleep(1000)
-
-
 def no_more_than(size: int) -> Deed:
     """No file grows beyond this size, as on a full disk."""
 
@@ -68,32 +54,38 @@ def no_more_than(size: int) -> Deed:
     return deed
 
 
-def at(rank: int, step: int, place: str, deed: Deed) -> Plant:
-    """On this rank, when it notes this instruction, or another place, in this step (0: in every one)."""
+def at(rank: int, step: int, instruction: str, deed: Deed) -> Plant:
+    """On this rank in this step: before this instruction, or before the step where none is named."""
 
-    def plant(worker: int | None) -> None:
-        if worker is not None:
-            return  # a fork of the launcher, where it is planted already: twice, the deed would be done twice
-        from megatron_vocabpar.train.failure import ProgressRecord
+    def plant(here: int | None) -> None:
+        if here != rank:
+            return
+        from megatron_vocabpar.pipeline import forward_backward
+        from megatron_vocabpar.train import trainer
 
-        init, write, write_step = ProgressRecord.__init__, ProgressRecord.write, ProgressRecord.write_step
-        here, now = [-1], [0]
+        run_step, handlers_of = trainer._Trainer._step, forward_backward.handlers_of
+        now = [0]
 
-        def noted_rank(self: ProgressRecord, logs: Path, number: int) -> None:
-            here[0] = number
-            init(self, logs, number)
-
-        def noted_step(self: ProgressRecord, number: int) -> None:
-            now[0] = number
-            write_step(self, number)
-
-        def noted(self: ProgressRecord, text: str) -> None:
-            write(self, text)
-            if (here[0], text) == (rank, place) and now[0] and step in (0, now[0]):
+        def noted_step(self: Any, batches: Any, number: int) -> Any:
+            now[0] = number + 1
+            if not instruction and now[0] == step:
                 deed()
+            return run_step(self, batches, number)
 
-        ProgressRecord.__init__ = noted_rank  # type: ignore[method-assign]
-        ProgressRecord.write, ProgressRecord.write_step = noted, noted_step  # type: ignore[method-assign]
+        def with_deed(handler: Callable[[Any], object]) -> Callable[[Any], object]:
+            def handle(item: Any) -> object:
+                if str(item) == instruction and now[0] == step:
+                    deed()
+                return handler(item)
+
+            return handle
+
+        def noted(*arguments: Any) -> Any:
+            handlers, finish = handlers_of(*arguments)
+            return {type_: with_deed(handler) for type_, handler in handlers.items()}, finish
+
+        trainer._Trainer._step = noted_step  # type: ignore[method-assign]
+        forward_backward.handlers_of = noted  # type: ignore[assignment]
 
     return plant
 
@@ -121,27 +113,5 @@ def instead(module: str, name: str, deed: Deed, rank: int | None = None, after: 
             return result
 
         setattr(where, last, with_deed)
-
-    return plant
-
-
-def spoils(rank: int, step: int, what: str, value: float = float("nan")) -> Plant:
-    """Before this step this rank's parameters whose name holds ``what`` hold this value in one place."""
-
-    def plant(here: int | None) -> None:
-        if here != rank:
-            return
-        from megatron_vocabpar.train import trainer
-
-        run_step = trainer._Trainer._step
-
-        def spoiled(self: Any, batches: Any, number: int) -> Any:
-            if number + 1 == step:
-                found = [p for chunk in self.state.chunks for n, p in chunk.named_parameters() if what in n]
-                assert found, [n for chunk in self.state.chunks for n, _ in chunk.named_parameters()]
-                found[0].data.view(-1)[3] = value
-            return run_step(self, batches, number)
-
-        trainer._Trainer._step = spoiled  # type: ignore[method-assign]
 
     return plant

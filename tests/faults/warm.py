@@ -1,4 +1,4 @@
-"""The command line, and the workers that it starts, as forks of this process: no import is waited for.
+"""The command line, and the ranks that it starts, as forks of this process: no import is waited for.
 
 What differs from a start by a shell is that Python and its libraries are there already. Sessions, parents,
 signals, files and exit codes are as they are there.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 Plant = Callable[[int | None], None]
-"""Is run in each process before its program: with its rank in a worker, with None in the launcher."""
+"""Is run in each process before its program: with its number in a rank, with None in the launcher."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
@@ -122,12 +122,17 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _fork(environment: Mapping[str, str], program: Callable[[], object]) -> int:
+def _fork(
+    environment: Mapping[str, str], program: Callable[[], object], outputs: Sequence[int] = (-1, -1)
+) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
         os.setsid()
+        for number, file in enumerate(outputs, start=1):
+            if file != -1:
+                os.dup2(file, number)
         os.closerange(3, 512)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -160,7 +165,7 @@ def _run_verb(arguments: Sequence[str], folder: Path, plant: Plant) -> None:
     os.chdir(folder)
     _open_output(folder)
     handler: Any = subprocess_handler
-    handler.Popen = type("Popen", (_Worker,), {"plant": staticmethod(plant)})
+    handler.Popen = type("Popen", (_Rank,), {"plant": staticmethod(plant)})
     plant(None)
     code = 98
     try:
@@ -177,7 +182,7 @@ def _run_verb(arguments: Sequence[str], folder: Path, plant: Plant) -> None:
     os._exit(code)
 
 
-class _Worker(subprocess.Popen):  # type: ignore[type-arg]
+class _Rank(subprocess.Popen):  # type: ignore[type-arg]
     """``Popen([python, "-m", module, ...])`` by a fork."""
 
     plant: Plant
@@ -185,10 +190,12 @@ class _Worker(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         environment = next(value for value in rest if isinstance(value, dict) and "RANK" in value)
 
+        outputs = rest[12], rest[14]  # files, or -1
+
         def program() -> None:
             self.plant(int(environment["RANK"]))
             sys.argv = list(args[2:])
             runpy.run_module(args[2], run_name="__main__", alter_sys=True)
 
-        self.pid = _fork(environment, program)
+        self.pid = _fork(environment, program, outputs)
         self._child_created = True

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -15,10 +12,7 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.doctor import doctor_command
 from megatron_vocabpar.megatron_lm.checkout import version_of
-from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.job import run_job
-from megatron_vocabpar.train.ranks import WORKER_MODULE
-from tests.megatron_lm.training import ROOT, Log, checkout, is_since, pretrain, words
+from tests.megatron_lm.training import Log, checkout, is_since, pretrain, words
 
 IMPORT = re.compile(r"from (megatron\.core\.models\.gpt)?(\.gpt_model)? import GPTModel( as \w+)?$", re.M)
 SAVED, LAST = 3, 6
@@ -79,40 +73,3 @@ def test_trains_saves_and_resumes(
         found = [value for log in ours for value in getattr(log, name)]
         assert len(found) == LAST - 1
         np.testing.assert_allclose(found, getattr(expected, name), rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.long
-def test_vocabpar_train_trains_the_same_model_as_with_gpt(
-    without_gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside megatron-core as it is installed: HybridModel's weights are drawn as those of GPTModel are."""
-    config = TrainConfig(
-        pp=2,
-        layers=4,
-        hidden=16,
-        heads=2,
-        seq_length=16,
-        vocab_size=600,
-        tokenizer_vocab_size=500,
-        steps=SAVED,
-        save_interval=SAVED,
-        microbatches=3,
-        device="cpu",
-        family="v-half",
-        method="vocab-1",
-    )
-
-    def train(name: str, worker: str) -> list[float]:
-        """The losses of a job and of one that goes on from its checkpoint."""
-        job = dataclasses.replace(config, output=str(tmp_path / name))
-        run_job(job, print, worker)
-        run_job(dataclasses.replace(job, steps=LAST, resume=True), print, worker)
-        lines = (tmp_path / name / job.method / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
-
-    expected = train("installed", WORKER_MODULE)
-    paths = [str(without_gpt), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    found = train("copy", "tests.megatron_lm.train_worker")
-    assert len(found) == LAST
-    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import Record
-from megatron_vocabpar.train.output import LOG_FOLDER
-
 SOON_S = 120
 
 # Each rank's side stream is in a collective that the other does not join; then rank 1 fails.
@@ -30,18 +26,6 @@ assert not event.done()
 if rank == 1:
     raise FloatingPointError("planted")
 event.wait()
-"""
-
-# A thread that a normal exit would join is stuck.
-A_WORKER = """
-import sys, threading
-from megatron_vocabpar.train.worker import run_worker
-
-def fail(_):
-    threading.Thread(target=threading.Event().wait).start()
-    raise FloatingPointError("planted")
-
-sys.exit(run_worker(sys.argv[1], fail))
 """
 
 
@@ -67,10 +51,3 @@ def test_rank_fails_while_side_streams_wait_for_peers(tmp_path: Path) -> None:
     ranks = [_start(IN_A_COLLECTIVE, str(rank), str(tmp_path / "store")) for rank in range(2)]
     _ends(ranks[1], "FloatingPointError: planted")
     _ends(ranks[0], "Connection closed by peer")  # whose process is gone
-
-
-def test_worker_does_not_join_its_threads(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(TrainConfig(output=str(tmp_path)).to_json())
-    _ends(_start(A_WORKER, str(path), RANK="0"), "")
-    assert Record.read(tmp_path / LOG_FOLDER, 0).error == "FloatingPointError: planted"

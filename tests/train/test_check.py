@@ -76,7 +76,7 @@ def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:
     """A results folder with a checkpoint in it, and the configuration that made it."""
     config = TrainConfig(output=str(tmp_path / "out"), steps=60, **values)
     open_output(config)
-    checkpoint = open_method(method_config(config, config.method)).parent / CHECKPOINT_FOLDER / "step_0000060"
+    checkpoint = open_method(method_config(config, config.method)) / CHECKPOINT_FOLDER / "step_0000060"
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text("{}")
     return config
@@ -174,7 +174,7 @@ def test_overwrite_removes_the_job_and_keeps_the_rest(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "index.html").write_text("old")
     open_output(dataclasses.replace(config, overwrite=True, steps=7))
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "job.toml", "notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "notes.txt"]
     assert TrainConfig.from_json((folder / "config.json").read_text()).steps == 7
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli import train as verb
 from megatron_vocabpar.train.config import TrainConfig, command_line, flag
-from megatron_vocabpar.train.output import open_output
 
 OTHER = TrainConfig(
     method="vocab-1", compare=("baseline", "naive"), pp=2, tp=2, dp=2, tied=True, position="rope",
@@ -48,34 +46,6 @@ def test_derived_values() -> None:
 def test_the_command_line_asks_for_the_same(config: TrainConfig) -> None:
     with verb.train_command.make_context("train", command_line(config)[2:]) as context:
         assert verb.config_from_options(context.params, ()) == config
-
-
-# A character beyond 16 bits, one that TOML wants escaped, and a byte that is not UTF-8.
-ODD = TrainConfig(output="\U0001f389 \x7f \udcff")
-
-
-@pytest.mark.parametrize("config", [TrainConfig(), OTHER, ODD])
-def test_the_kept_file_asks_for_the_same(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    open_output(config)
-    file = tmp_path / config.output / "job.toml"
-    with verb.train_command.make_context("train", ["--config", str(file)]) as context:
-        assert verb.config_from_options(context.params, ()) == config
-    with verb.train_command.make_context("train", ["--steps", "7", "--config", str(file)]) as context:
-        assert verb.config_from_options(context.params, ()) == dataclasses.replace(config, steps=7)
-
-
-@pytest.mark.parametrize("text", ["steps = ", "colour = 1", "steps = true", None])
-def test_another_file_is_refused(text: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "job.toml"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(
-        ValueError, match=r"--config:? (cannot read )?\S+job.toml.*(Invalid|colour|steps is True|No such)"
-    ):
-        verb.train_command.make_context("train", ["--config", str(file)])
 
 
 def test_every_field_has_an_option_with_help() -> None:

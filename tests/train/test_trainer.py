@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
-from megatron_vocabpar.train.failure import NotFinite
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.output import checkpoint_folder, steps_done
 from megatron_vocabpar.train.prepare import prepare
@@ -137,37 +135,26 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(
     assert straight[-1]["loss"] < straight[0]["loss"]
 
 
-def _train_spoilt(rank: int, config: TrainConfig, spoilt: str) -> str:
+def _train_spoilt(rank: int, config: TrainConfig) -> str:
     """The error of a training whose second step finds a NaN in a weight of rank 1."""
     run_step = _Trainer._step
 
     def step_with_nan(trainer: _Trainer, batches: list[Any], step: int) -> dict[str, Any]:
-        model = unwrap(trainer.state.chunks[0])
         if step == 1 and rank == 1:
-            layer = {"layer": model.decoder.layers[0].mlp.linear_fc1, "output": model.output_layer}[spoilt]
-            layer.weight.data[0, 0] = torch.nan
+            unwrap(trainer.state.chunks[0]).output_layer.weight.data[0, 0] = torch.nan
         return run_step(trainer, batches, step)
 
-    with patch.object(_Trainer, "_step", step_with_nan), pytest.raises(NotFinite) as error:
+    with patch.object(_Trainer, "_step", step_with_nan), pytest.raises(ArithmeticError) as error:
         train(config, torch.device("cpu"))
     with megatron_on_cpu():
         parallel_state.destroy_model_parallel()
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("spoilt", "place"),
-    [("layer", "layer 2 in pass 1F0: F of microbatch 0"), ("output", "pass 1S0: S of microbatch 0")],
-)
-def test_a_loss_that_is_not_finite_ends_the_run(
-    base: TrainConfig, tmp_path: Path, spoilt: str, place: str
-) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(base: TrainConfig, tmp_path: Path) -> None:
     job = open_job(base, tmp_path, save_interval=1, eval_interval=0)
-    for message in run_ranks(2, _train_spoilt, job, spoilt):
-        assert message.startswith(f"loss nan at step 2; first not finite in {place}")
-        assert re.search(
-            r"on stage 1, rank 1; before it in \S+\.weight of rank 1; give a smaller --lr", message
-        )
+    said = "loss nan at step 2; give a smaller --lr or a longer --warmup"
+    assert run_ranks(2, _train_spoilt, job) == [said, said]
     assert steps_done(tmp_path) == 1  # the last good one
 
 

@@ -1,6 +1,4 @@
-"""The real training worker with a fault in one pass, which ``VOCABPAR_FAULT`` names: ``kill 3W2``.
-
-``VOCABPAR_NCCL_TIMEOUT_S`` stands for the minutes that NCCL waits for a peer.
+"""A rank of ``vocabpar train`` with a fault in one pass.
 
 What waits for peers when a process ends, waits for ever here: a failing rank must not come to it.
 """
@@ -9,21 +7,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_vocabpar.pipeline import forward_backward
 from megatron_vocabpar.runtime.streams import side_stream
 from megatron_vocabpar.schedule.words.passes import parse
-from megatron_vocabpar.train import trainer
-from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.worker import run_worker
+from megatron_vocabpar.train.job import run_method
 
 
 def _wait_for_ever(*_: Any) -> None:
@@ -42,12 +38,17 @@ class _NeverCloses:
     close = _wait_for_ever
 
 
-def run(config: TrainConfig) -> None:
-    trainer.dist.destroy_process_group = _wait_for_ever
+def train_with_fault(folder: str, fault: str, nccl_timeout_s: int | None = None) -> None:
+    """``run_method``, in which a pass raises, or its process is killed or hangs: ``kill 3W2``.
+
+    Args:
+        nccl_timeout_s: stands for the minutes that NCCL waits for a peer.
+    """
+    dist.destroy_process_group = _wait_for_ever
     forward_backward.side_stream = _NeverCloses
-    if seconds := os.environ.get("VOCABPAR_NCCL_TIMEOUT_S"):
-        distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=int(seconds))
-    fault, _, faulty = os.environ["VOCABPAR_FAULT"].partition(" ")
+    if nccl_timeout_s is not None:
+        distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=nccl_timeout_s)
+    what, _, faulty = fault.partition(" ")
     handlers_of = forward_backward.handlers_of
 
     def with_fault(*arguments: Any) -> Any:
@@ -57,9 +58,9 @@ def run(config: TrainConfig) -> None:
 
         def handler(instruction: Any) -> None:
             if str(instruction) == faulty:
-                if fault == "kill":
+                if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                if fault == "hang":
+                if what == "hang":
                     _wait_for_ever()
                 raise FloatingPointError("planted")
             sound(instruction)
@@ -67,8 +68,4 @@ def run(config: TrainConfig) -> None:
         return {**handlers, kind: handler}, finish
 
     forward_backward.handlers_of = with_fault  # type: ignore[assignment]
-    trainer.run(config)
-
-
-if __name__ == "__main__":
-    run_worker(sys.argv[1], run)
+    run_method(folder)
