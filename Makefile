@@ -13,7 +13,7 @@
 #                    the kernel benchmark
 #   make cuda-emulated  install torch's CUDA build by itself, and run training on emulated GPUs: faults that are found,
 #                    methods and families against the CPU (tests/cuda_emulated/README.md); gigabytes, and an hour
-# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, ARGS (of vocabpar train), EMULATE (of vocabpar emulate), PYTEST_ARGS,
+# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, ARGS (of vocabpar train), EMULATE (of lab emulate), PYTEST_ARGS,
 # MATRIX (versions of megatron-core), ROWS (words of test-machines), TRITONS (of torch 2.8, 2.11 and 2.13).
 
 PYTHON ?= python3
@@ -53,7 +53,7 @@ $(INSTALLED)-%: pyproject.toml setup.py | $(BIN)/python
 
 train: $(INSTALLED)-train
 	$(BIN)/vocabpar train $(ARGS)
-	$(BIN)/vocabpar emulate $(EMULATE)
+	$(BIN)/python -m lab emulate $(EMULATE)
 
 test: $(INSTALLED)-test
 	$(BIN)/python -m pytest $(TWO) -m "not slow and not long" $(PYTEST_ARGS)

@@ -13,7 +13,9 @@ VERBS = {
     "kernels": "The vocabulary layers' passes beside other layers.",
     "losses": "Our losses beside the frameworks' own functions.",
     "drift": "Why the log-probabilities of two runs differ.",
+    "emulate": "Run schedules in real time, with sleeps for passes.",
     "page": "A table of the documentation.",
+    "patches": "What is replaced in Megatron.",
 }
 """The line of ``--help`` for each verb."""
 

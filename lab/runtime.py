@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_vocabpar.train.ranks import launch
+
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import open_method
-from megatron_vocabpar.train.ranks import launch
 
 RESULT_FILE = "runtime.json"
 

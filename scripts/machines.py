@@ -32,7 +32,7 @@ LIMIT_S = 1800
 README = 'make train PYTHON="$PYTHON" TORCH="$TORCH" && make test PYTHON="$PYTHON" TORCH="$TORCH"'
 TRAIN = (
     "python -m megatron_vocabpar train --compare baseline --overwrite"
-    " && python -m megatron_vocabpar emulate --microbatches 16 --scale 6 --report vocabpar-out"
+    " && python -m lab emulate --microbatches 16 --scale 6 --report vocabpar-out"
 )
 PYTEST = 'python -m pytest -n 2 --dist loadfile -m "not slow and not long" -p no:cacheprovider'
 # What the documentation promises bit for bit or to a tolerance, and what reads a checkpoint.
@@ -42,7 +42,7 @@ PROMISES = (
 )
 # What starts processes, writes files or measures time: load or an earlier job can change nothing else.
 PROCESSES = (
-    f"{PYTEST} tests/runtime tests/train tests/faults tests/measure tests/doctor tests/cli"
+    f"{PYTEST} tests/runtime tests/train tests/faults tests/lab tests/doctor tests/cli"
     " tests/pipeline/test_equality.py tests/pipeline/test_measured_plan.py"
 )
 ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/pipeline tests/train tests/measure"

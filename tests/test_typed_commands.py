@@ -38,15 +38,14 @@ _MODEL = "--pp 2 --layers 2 --hidden 32 --seq-length 32 --vocab-size 512 --devic
 _TABLE = f"{ROOT}/scripts/artifact/quick.csv"
 VERBS = {
     "vocabpar train": f"train {SMALL} --steps 1 --text {{}}/text.txt --output {{}}/out",
-    "vocabpar report": "report {}/out",
-    "vocabpar emulate": "emulate vocab-2 --pp 2 --microbatches 2 --scale 0.01",
     "vocabpar profile": f"profile {_MODEL} --heads 2 --iterations 1 --output {{}}/c.json",
     "vocabpar doctor": "doctor --megatron {}/Megatron-LM",
     "vocabpar plan": "plan --preset llama-3.2-3b --pp 2 --microbatches 4 --costs {}/c.json",
     "vocabpar layout": "layout --preset llama-3.2-3b --pp 2 --microbatches 4 --chunks 1",
     "vocabpar schedule": "schedule --pp 2 --microbatches 2 --format json --output {}/s.json",
     "vocabpar simulate": "simulate {}/s.json --html {}/s.html",
-    "vocabpar patches": "patches",
+    "lab emulate": "lab emulate vocab-2 --pp 2 --microbatches 2 --scale 0.01 --report {}/out",
+    "lab patches": "lab patches",
     "lab artifact": f"lab artifact run {_TABLE} --only vocab-2 --megatron {{}}/Megatron-LM --dry-run",
     "lab runtime": f"lab runtime {_MODEL} --microbatches 2 --pairs 1",
     "lab losses": "lab losses --slime {}/slime --tokens 8 --vocab-size 96 --rounds 1",
@@ -94,9 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (path / "page.md").write_text((ROOT / "docs" / "megatron.md").read_text())
     (path / "scripts").symlink_to(ROOT / "scripts")
-    for name in ("Megatron-LM", "one-gpu-logs", "vocabpar-out", "second"):
+    for name in ("Megatron-LM", "one-gpu-logs", "vocabpar-out"):
         (path / name).mkdir()
-        (path / name / "job.toml").touch()
     (slime,) = MODULES_OF["slime"].values()
     (path / "slime" / slime).parent.mkdir(parents=True)
     (path / "slime" / slime).write_text(PLAIN)

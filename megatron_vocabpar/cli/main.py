@@ -25,11 +25,8 @@ VERBS = {
     "plan": "Which schedule, and does it fit?",
     "layout": "Where Megatron's own schedule has its layers best.",
     "profile": "Measure passes and collectives here.",
-    "emulate": "Run schedules in real time, with sleeps for passes.",
     "train": "Train a GPT on this machine.",
-    "report": "Make a job's report again.",
     "doctor": "Check GPUs, or look at a checkout.",
-    "patches": "What is replaced in Megatron.",
 }
 """The line of ``vocabpar --help`` for each verb."""
 
@@ -39,14 +36,11 @@ _EXAMPLES = {
     "plan": "vocabpar plan --preset llama-3.1-70b --gpus 64",
     "layout": "vocabpar layout --preset llama-3.1-70b --pp 8 --chunks 5",
     "profile": "vocabpar profile --device cuda --output costs.json",
-    "emulate": "vocabpar emulate v-half:vocab-2 1f1b:baseline --pp 4",
     "train": "vocabpar train --method vocab-2 --compare baseline --steps 40",
-    "report": "vocabpar report vocabpar-out",
     "doctor": "vocabpar doctor --megatron ~/Megatron-LM",
-    "patches": "vocabpar patches",
 }
 
-_BARE = ("schedule", "simulate", "plan", "layout", "patches")  # without the extra [train]
+_BARE = ("schedule", "simulate", "plan", "layout")  # without the extra [train]
 
 
 def load(package: str, verb: str) -> click.Command:

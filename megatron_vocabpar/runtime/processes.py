@@ -2,8 +2,8 @@
 
 ``run`` starts a process a rank by torch's elastic launcher and waits. A rank that raises leaves its error
 in torch's error file and ends at once, without waiting for peers; the others are ended then. The error that
-``run`` raises is that of the rank which failed first: its peers' connections break only afterwards. No process
-is left behind, whatever ends this one.
+``run`` raises is that of the rank which failed first: its peers' connections break only afterwards. No
+process is left behind, whatever ends this one.
 
 Next: ``comm.py``, how the processes talk to each other.
 """

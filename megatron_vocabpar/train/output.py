@@ -2,7 +2,7 @@
 
     <output>/config.json                the whole job
     <output>/index.html loss.png …      the report over all methods
-    <output>/emulation.json …           what ``vocabpar emulate --report`` has added
+    <output>/emulation.json …           what ``python -m lab emulate --report`` has added
     <output>/<method>/config.json       the configuration of one method's ranks
     <output>/<method>/data.json         the prepared data they read
     <output>/<method>/schedule.json     the schedule they run

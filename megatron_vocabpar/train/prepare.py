@@ -1,8 +1,8 @@
 """From text to token ids on disk: corpus, tokenizer and Megatron's indexed dataset, each kept between runs.
 
 One process runs this before any rank starts, and writes the result beside the ranks' configuration as
-``data.json``. A file of the cache gets its name when it is complete. Megatron takes seconds to import, so it is
-imported where it is needed.
+``data.json``. A file of the cache gets its name when it is complete. Megatron takes seconds to import, so it
+is imported where it is needed.
 Next: ``data_files.py``, ``datasets.py``.
 """
 

@@ -72,10 +72,9 @@ def test_help_of_every_verb_needs_no_torch() -> None:
         (["schedule", "--family"], "v-h", ["v-half"]),
         (["train", "--method"], "base", ["baseline"]),
         (["train", "--compare"], "baseline,vocab-1,int", ["baseline,vocab-1,interlaced"]),
-        (["emulate"], "v-half:na", ["v-half:naive"]),
         (["plan", "--preset"], "deepseek", ["deepseek-v3"]),
         (["plan", "--hardware"], "gb", ["GB200", "GB300"]),
-        ([], "pat", ["patches"]),
+        ([], "lay", ["layout"]),
     ],
 )
 def test_a_shell_completes_names(words: list[str], typed: str, names: list[str]) -> None:

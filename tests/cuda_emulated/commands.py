@@ -22,7 +22,6 @@ main(["kernels", "--device", "cuda", "--rounds", "2"])
 VERBS = (
     "train --device cuda --pp 4 --output out",
     f"profile {_SMALL} --heads 2 --iterations 2",
-    "emulate vocab-2 v-half:vocab-2 --pp 2 --microbatches 4",
 )
 COMMANDS = {f"vocabpar {line}": ("-m", "megatron_vocabpar", *line.split()) for line in VERBS} | {
     "lab runtime": ("-m", "lab", "runtime", *_SMALL.split(), "--microbatches", "4", "--pairs", "2"),

@@ -284,16 +284,16 @@ def artifact() -> Iterator[BadInput]:
 def others() -> Iterator[BadInput]:
     for arguments, says in {
         "": "Usage|Verbs", "x": "x", "--nonsense": "nonsense", "doctor --megatron {}/none": "none", "doctor --megatron {}": "megatron/core", "doctor --gpu --megatron {}": "--gpu",
-        "doctor --format x": "--format", "report": "FOLDER", "report {}": "config.json", "report {}/none": "config.json", "patches x": "x",
+        "doctor --format x": "--format", "lab patches x": "x",
         "lab runtime --pp 0": "--pp", "lab runtime --pairs 0": "steps|pairs|--steps", "lab runtime --device tpu": "device",
         "lab runtime --layers 3": "layers", "lab kernels --rounds 0": "rounds", "lab kernels --device tpu": "tpu", "lab kernels --dtype x": "dtype",
         "lab kernels --device cuda": "cuda",
-        "emulate x": "no schedule", "emulate v-x:vocab-2": "no schedule", "emulate vocab-2 --pp 0": "p", "emulate vocab-2 --microbatches 0": "microbatch", "emulate vocab-2 --scale 0": "--scale",
-        "emulate vocab-2 --scale nan": "--scale|scale", "emulate vocab-2 --iterations 0": "--iterations",
-        "emulate vocab-2 --pp 2 --microbatches 2 --scale 1e9": "scale 1e\\+09 and 1 iterations: the schedules take .* s, more than a day",
-        "emulate vocab-2 --pp 2 --microbatches 2 --scale 0.01 --output {}/x.png": "cannot write .*x.png: the bars are an SVG; give --output FILE.svg",
-        "emulate vocab-2 --report {}/none": "none", "emulate vocab-2 --costs {}/none": "none",
-        "emulate v-half:": "no schedule", "emulate vocab-2 --report {}": "config.json|results", "emulate vocab-2 --pp 2 --microbatches 2 --output {}/no/x.svg": "cannot write",
+        "lab emulate x": "no schedule", "lab emulate v-x:vocab-2": "no schedule", "lab emulate vocab-2 --pp 0": "p", "lab emulate vocab-2 --microbatches 0": "microbatch", "lab emulate vocab-2 --scale 0": "--scale",
+        "lab emulate vocab-2 --scale nan": "--scale|scale", "lab emulate vocab-2 --iterations 0": "--iterations",
+        "lab emulate vocab-2 --pp 2 --microbatches 2 --scale 1e9": "scale 1e\\+09 and 1 iterations: the schedules take .* s, more than a day",
+        "lab emulate vocab-2 --pp 2 --microbatches 2 --scale 0.01 --output {}/x.png": "cannot write .*x.png: the bars are an SVG; give --output FILE.svg",
+        "lab emulate vocab-2 --report {}/none": "none", "lab emulate vocab-2 --costs {}/none": "none",
+        "lab emulate v-half:": "no schedule", "lab emulate vocab-2 --report {}": "config.json|results", "lab emulate vocab-2 --pp 2 --microbatches 2 --output {}/no/x.svg": "cannot write",
         "profile --pp 0": "--pp", "profile --layers 7 --pp 2": "cannot be divided", "profile --hidden 0": "hidden", "profile --iterations 0": "steps|iterations", "profile --dtype x": "dtype",
         "profile --device tpu": "device", "profile --output {}/no/x.json": "cannot write",
     }.items():  # fmt: skip

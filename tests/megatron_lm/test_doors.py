@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lab.verbs.patches import table
 from megatron_vocabpar.cli.doctor import doctor_command
-from megatron_vocabpar.cli.patches import table
 from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, recognise
 from megatron_vocabpar.megatron_lm.checkout import importable

@@ -18,7 +18,7 @@ Next: ``emulation.py``, which runs it on processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -34,7 +34,7 @@ from megatron_vocabpar.runtime.comm import (
     broadcast,
     exchange_rows,
 )
-from megatron_vocabpar.runtime.executor import Observer, execute
+from megatron_vocabpar.runtime.executor import execute
 from megatron_vocabpar.runtime.streams import Event, Stream, side_stream
 from megatron_vocabpar.runtime.timeline import COLLECTIVES as LANE
 from megatron_vocabpar.runtime.timeline import Span, Timeline
@@ -68,13 +68,12 @@ class EmulatedRank:
 
     Args:
         groups: of this rank; their connections have been made (``comm.warm_up``).
-        observers: context managers to hold around every instruction.
     """
 
-    def __init__(self, groups: VocabGroups, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, groups: VocabGroups) -> None:
         self.groups = groups
         self.timeline = Timeline(_CPU)
-        self.observers = (*observers, self.timeline.observe)
+        self.observers = (self.timeline.observe,)
         self.point_to_point = PointToPoint(groups)
         self.side_stream = self.timeline.watch(side_stream(_CPU, LANE), LANE)
         peers = (rank for rank in range(groups.pipeline) if rank != groups.stage)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_vocabpar.cli.emulate import _plan
+from lab.verbs.emulate import _plan
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 

@@ -1,4 +1,4 @@
-"""``vocabpar patches``: the table of every replaced name; ``patches/PATCHES.md`` is its output."""
+"""``python -m lab patches``: the table of every replaced name; ``patches/PATCHES.md`` is its output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, VERSIONS
 
 
-@click.command()
+@click.command("patches")
 def patches_command() -> None:
     """Print every name of Megatron that is replaced, as Markdown."""
     click.echo("\n".join(table()))
@@ -19,7 +19,7 @@ def table() -> Iterator[str]:
     """The lines of the table."""
     yield "# What is replaced in Megatron"
     yield ""
-    yield "Made by `vocabpar patches`. Nothing is replaced unless one of our flags is on the command line."
+    yield "Made by `python -m lab patches`. Nothing is replaced without one of our flags on the command line."
     yield ""
     yield "| name | where it is taken by value | why | when |"
     yield "| --- | --- | --- | --- |"

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +17,11 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from megatron_vocabpar.cli import main as command
-from megatron_vocabpar.measure import beside, emulated_passes
-from megatron_vocabpar.measure.beside import OtherWork
-from megatron_vocabpar.measure.emulated_passes import EmulatedRank
-from megatron_vocabpar.measure.emulation import emulate
-from megatron_vocabpar.measure.forked import run_forked
+from lab import __main__ as command
+from lab import beside, emulated_passes
+from lab.beside import OtherWork
+from lab.emulated_passes import EmulatedRank
+from lab.emulation import emulate
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
 from megatron_vocabpar.runtime.timeline import COMPUTE, WAIT
 from megatron_vocabpar.schedule.make.generate import make_plan
@@ -36,7 +31,6 @@ from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import CommType, Pass, split_pairs
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.failure import ProgressRecord, TrainingFailed
 from megatron_vocabpar.train.output import method_config, open_method, open_output
 from megatron_vocabpar.train.pictures import COLOURS
 from tests.spawn import run_ranks
@@ -52,7 +46,6 @@ CASES = [
     ("baseline", "1f1b-overlap"),
 ]
 HIDING = replace(PassCosts.default(2), hidden_ms=6.0)
-PATIENCE = timedelta(seconds=60)
 
 
 def _calls(rank: int, plans: list[Plan]) -> list[tuple[dict[str, float], dict[str, int]]]:
@@ -175,46 +168,6 @@ def test_ranks_that_do_not_run_the_same_program_are_found() -> None:
         run_ranks(2, _run_own, [other, plan])
 
 
-def _is_killed(rank: int, record: ProgressRecord) -> None:
-    if rank == 1:
-        record.write_step(1)
-        record.write("1S4")
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def test_a_rank_that_is_killed_is_named_and_the_others_are_ended() -> None:
-    before = set(multiprocessing.active_children())
-    with pytest.raises(TrainingFailed, match=r"^rank 1 was killed by signal 9.* in pass 1S4: S of"):
-        run_forked(3, _is_killed, PATIENCE)
-    assert set(multiprocessing.active_children()) == before
-
-
-def test_progress_is_said_and_a_pass_that_fails_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(ms: float) -> None:
-        if ms == 5.0 * 0.5:
-            raise FloatingPointError("planted")
-
-    monkeypatch.setattr(emulated_passes, "_sleep", fail)
-    plan = make_plan("baseline", 2, 2, costs=PassCosts(F_ms=(3.0, 5.0), B_ms=7.0, W_ms=11.0))
-    words = r"^rank 1 raised InstructionError: rank 1, pass 1F0 .*planted \(at step 2, in pass 1F0: F of"
-    with pytest.raises(TrainingFailed, match=words):
-        emulate({"baseline": plan}, 0.5, 1, lambda line: print(line, file=(tmp_path / "said").open("a")))
-    predicted_s = simulate(plan).iteration_ms * 0.5 / 1e3
-    first, second = (tmp_path / "said").read_text().splitlines()
-    assert first == f"emulating on 2 processes: their schedules take {predicted_s:.0f} s"
-    assert second == "[1/1] baseline"  # of rank 0
-
-
-def test_results_come_in_the_order_of_the_ranks() -> None:
-    def body(rank: int, record: ProgressRecord) -> tuple[int, str]:
-        return rank, "x" * 200_000  # more than a pipe holds
-
-    assert [rank for rank, _ in run_forked(3, body, PATIENCE)] == [0, 1, 2]
-
-
 def test_other_work_is_counted_and_our_own_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, own, clock = {"user": 100.0, "idle": 50.0}, [10.0, 0.0, 0.0, 0.0, 99.0], [1000.0]
     monkeypatch.setattr(beside.psutil, "cpu_times", lambda: SimpleNamespace(**machine))
@@ -227,6 +180,7 @@ def test_other_work_is_counted_and_our_own_is_not(monkeypatch: pytest.MonkeyPatc
     assert beside.warning(0.05) == ""
 
 
+@pytest.mark.slow
 def test_the_command_prints_both_and_adds_to_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +228,7 @@ def test_bad_input_is_one_line() -> None:
     for arguments, words in ((["vocab-3"], "'vocab-3' is no schedule"), (["v:vocab-2"], "families 1f1b")):
         result = CliRunner().invoke(command.main, ["emulate", *arguments])
         assert result.exit_code == 2
-        assert result.stderr.startswith("vocabpar emulate: error: ")
+        assert result.stderr.startswith("lab emulate: error: ")
         assert words in result.stderr
 
 

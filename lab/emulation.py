@@ -1,4 +1,4 @@
-"""``vocabpar emulate``: the executor runs a schedule in real time, with sleeps for its passes.
+"""``python -m lab emulate``: the executor runs a schedule in real time, with sleeps for its passes.
 
 Real are the programs, the executor, its side streams, the process groups, and every message and collective of
 an iteration, over gloo. Not real are the passes, which sleep as long as a cost table says, and the size of
@@ -7,33 +7,30 @@ the messages. Sleeping takes no processor, so dozens of ranks share a few cores.
 A pass costs the processes some time besides its sleep. The same run measures it: the median pass of the same
 program with all costs zero. This time is subtracted once for each pass on the predicted critical path.
 
-Next: ``emulated_passes.py`` (the handlers), ``forked.py`` (the processes).
+Next: ``emulated_passes.py`` (the handlers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
-from itertools import count
 from statistics import mean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.measure.emulated_passes import EmulatedRank
-from megatron_vocabpar.measure.forked import run_forked
+from lab.emulated_passes import EmulatedRank
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
 from megatron_vocabpar.runtime.pass_times import pass_ms
+from megatron_vocabpar.runtime.processes import run
 from megatron_vocabpar.runtime.timeline import Span
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassTimes
-from megatron_vocabpar.schedule.words.passes import Comm, Instruction
-from megatron_vocabpar.train.failure import ProgressRecord
+from megatron_vocabpar.schedule.words.passes import Comm
 
 _PATIENCE_S, _PATIENCE = 120.0, 10.0  # a rank waits for another this long, plus this many predicted times
 
@@ -63,20 +60,17 @@ class Emulation:
         return self.net_ms / self.predicted_ms - 1.0
 
 
-def emulate(
-    plans: dict[str, Plan], scale: float, iterations: int, say: Callable[[str], None] = lambda line: None
-) -> list[Emulation]:
+def emulate(plans: dict[str, Plan], scale: float, iterations: int) -> list[Emulation]:
     """Run plans for the same number of ranks, one after the other, on a process a rank.
 
     Args:
         plans: by the name to show.
         scale: the time that passes for one millisecond of the plans' costs, in milliseconds.
         iterations: of each plan; the median counts.
-        say: takes a line about progress, in this process and in that of rank 0.
 
     Raises:
         ValueError: if the plans take longer than a day.
-        TrainingFailed: if a process fails.
+        ProcessFailed: if a process fails.
     """
     predictions = {name: simulate(plan) for name, plan in plans.items()}
     (world_size,) = {plan.schedule.p for plan in plans.values()}
@@ -87,10 +81,9 @@ def emulate(
             f"scale {scale:g} and {iterations} iterations: the schedules take {total_s:,.0f} s, more than a "
             "day; give a smaller scale, or fewer iterations"
         )
-    say(f"emulating on {world_size} processes: their schedules take {total_s:.0f} s")
+    _say(f"emulating on {world_size} processes: their schedules take {total_s:.0f} s")
     timeout = timedelta(seconds=_PATIENCE_S + _PATIENCE * max(lengths_s.values()))
-    body = partial(_run_rank, plans, scale, iterations, timeout, say)
-    by_rank = run_forked(world_size, body, timeout)
+    by_rank = run(_run_rank, plans, scale, iterations, timeout, ranks=world_size)
     emulations = []
     for number, (name, prediction) in enumerate(predictions.items()):
         empty, *measured = [
@@ -133,36 +126,25 @@ class _Iteration:
         return _Iteration(length_ms, 1.0 - sum(passes) / len(ranks) / length_ms, median(passes))
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _run_rank(
-    plans: Mapping[str, Plan],
-    scale: float,
-    iterations: int,
-    timeout: timedelta,
-    say: Callable[[str], None],
-    rank: int,
-    record: ProgressRecord,
+    plans: Mapping[str, Plan], scale: float, iterations: int, timeout: timedelta
 ) -> list[list[list[Span]]]:
     """For each plan, this rank's spans with all costs zero, then those of each iteration."""
-
-    @contextmanager
-    def observe(instruction: Instruction) -> Iterator[None]:
-        record.write(str(instruction))
-        yield
-
+    dist.init_process_group("gloo", timeout=timeout)
+    rank = dist.get_rank()
     groups = create_groups((0, rank, 0), dist.get_world_size(), 1, timeout)
     warm_up(groups, torch.device("cpu"))
-    emulated = EmulatedRank(groups, (observe,))
-    steps = count(1)
-
-    def run(plan: Plan, times: PassTimes) -> list[Span]:
-        record.write_step(next(steps))
-        return emulated.run(plan, times)
-
+    emulated = EmulatedRank(groups)
     runs = []
     for number, (name, plan) in enumerate(plans.items(), 1):
         if rank == 0:
-            say(f"[{number}/{len(plans)}] {name}")
+            _say(f"[{number}/{len(plans)}] {name}")
         times = PassTimes.of(plan.costs, plan.schedule)
         empty, slowed = times.scaled(0.0, 0.0), times.scaled(scale, scale)
-        runs.append([run(plan, each) for each in (empty, *[slowed] * iterations)])
+        runs.append([emulated.run(plan, each) for each in (empty, *[slowed] * iterations)])
+    dist.barrier()  # a rank that leaves early closes connections that others still use
     return runs

@@ -1,7 +1,7 @@
-"""``vocabpar emulate``: schedules run in real time on this machine, with sleeps for their passes.
+"""``python -m lab emulate``: schedules run in real time on this machine, with sleeps for their passes.
 
 Exit code 0: done; 1: a rank failed; 2: bad input.
-Next: ``measure/emulation.py``.
+Next: ``lab/emulation.py``.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def emulate_command(
         raise ValueError(f"--scale {scale}: give a finite number")
     costs, source = _costs(costs_file, p)
     plans = dict(_plan(text, p, m, costs) for text in dict.fromkeys(schedules or _DEFAULT))
-    from megatron_vocabpar.measure.beside import OtherWork, warning
-    from megatron_vocabpar.measure.emulation import emulate, record
-    from megatron_vocabpar.train.emulated import emulation_svg, emulation_table, write_emulation
-    from megatron_vocabpar.train.failure import TrainingFailed
+    from lab.beside import OtherWork, warning
+    from lab.emulated_bars import emulation_svg, write_emulation
+    from lab.emulation import emulate, record
+    from megatron_vocabpar.runtime.processes import ProcessFailed
+    from megatron_vocabpar.train.emulated import emulation_table
     from megatron_vocabpar.train.output import read_config
     from megatron_vocabpar.train.report import write_report
     from megatron_vocabpar.train.tables import as_text
@@ -97,9 +98,9 @@ def emulate_command(
         read_config(folder)
     other_work = OtherWork()
     try:
-        emulations = emulate(plans, scale, iterations, tell)
-    except TrainingFailed as failed:
-        raise RunFailed("emulate", str(failed)) from failed
+        emulations = emulate(plans, scale, iterations)
+    except ProcessFailed as failed:
+        raise RunFailed("emulate", str(failed), "lab") from failed
     settings = {"pp": p, "microbatches": m, "scale": scale, "costs": source}
     results = record(emulations, **settings, warning=warning(other_work.share()))
     click.echo(
