@@ -6,24 +6,17 @@ two take turns, iteration by iteration, and the ratio is taken pair by pair, so 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.train.ranks import launch
-
+from megatron_vocabpar.runtime.processes import run
+from megatron_vocabpar.schedule.words.methods import BASELINE
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.output import open_method
-
-RESULT_FILE = "runtime.json"
 
 
 @dataclass(frozen=True)
@@ -43,23 +36,16 @@ def measure_runtime(config: TrainConfig) -> RuntimeResult:
 
     The configuration's method and data are not used.
     """
-    with tempfile.TemporaryDirectory(prefix="vocabpar-bench-") as folder:
-        job = replace(config, method="baseline", output=folder)
-        open_method(job)
-        launch(job, "lab.runtime")
-        return RuntimeResult(
-            **{k: tuple(v) for k, v in json.loads((Path(folder) / RESULT_FILE).read_text()).items()}
-        )
+    return run(_run_rank, replace(config, method=BASELINE), ranks=config.world_size)[0]
 
 
-def _run_rank(config: TrainConfig) -> None:
+def _run_rank(config: TrainConfig) -> RuntimeResult:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_vocabpar.measure.profiled_rank import random_batches
     from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
     from megatron_vocabpar.runtime.streams import backend, default_device
     from megatron_vocabpar.schedule.words.placement import Placement
@@ -76,16 +62,16 @@ def _run_rank(config: TrainConfig) -> None:
         model_parallel_cuda_manual_seed(config.seed)
         chunks = build_chunks(config, Placement(config.pp), device)
         chunks[0].config.batch_p2p_sync = False
-        ours = ForwardBackward("baseline", vocab_groups(), device)
+        ours = ForwardBackward(config.method, vocab_groups(), device)
         has_batch = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
 
-        def iterate(run: Callable[..., Any]) -> float:
+        def iterate(forward_backward: Callable[..., Any]) -> float:
             chunks[0].zero_grad_buffer()
             dist.barrier()
             start = time.perf_counter()
-            run(
+            forward_backward(
                 forward_step_func=partial(forward_step, device),
-                data_iterator=random_batches(config) if has_batch else None,
+                data_iterator=_random_batches(config) if has_batch else None,
                 model=chunks,
                 num_microbatches=config.microbatches,
                 seq_length=config.seq_length,
@@ -96,16 +82,24 @@ def _run_rank(config: TrainConfig) -> None:
             return (time.perf_counter() - start) * 1e3
 
         both = (ours, get_forward_backward_func())
-        for run in both:
-            iterate(run)
-        pairs = [tuple(iterate(run) for run in both) for _ in range(config.steps)]
-        if dist.get_rank() == 0:
-            result = {"ours_ms": [a for a, _ in pairs], "megatron_ms": [b for _, b in pairs]}
-            (Path(config.output) / RESULT_FILE).write_text(json.dumps(result))
+        for each in both:
+            iterate(each)
+        pairs = [tuple(map(iterate, both)) for _ in range(config.steps)]
         dist.destroy_process_group()
+    return RuntimeResult(*map(tuple, zip(*pairs, strict=True)))
 
 
-if __name__ == "__main__":
-    from megatron_vocabpar.train.worker import run_worker
+def _random_batches(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    import torch
 
-    sys.exit(run_worker(sys.argv[1], _run_rank))
+    shape = (config.micro_batch_size, config.seq_length)
+    generator = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.microbatches):
+        tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+        yield {
+            "tokens": tokens,
+            "labels": tokens.roll(-1, 1),
+            "loss_mask": torch.ones(shape),
+            "position_ids": torch.arange(config.seq_length).expand(shape).contiguous(),
+            "attention_mask": None,
+        }

@@ -38,9 +38,8 @@ _MODEL = "--pp 2 --layers 2 --hidden 32 --seq-length 32 --vocab-size 512 --devic
 _TABLE = f"{ROOT}/scripts/artifact/quick.csv"
 VERBS = {
     "vocabpar train": f"train {SMALL} --steps 1 --text {{}}/text.txt --output {{}}/out",
-    "vocabpar profile": f"profile {_MODEL} --heads 2 --iterations 1 --output {{}}/c.json",
     "vocabpar doctor": "doctor --megatron {}/Megatron-LM",
-    "vocabpar plan": "plan --preset llama-3.2-3b --pp 2 --microbatches 4 --costs {}/c.json",
+    "vocabpar plan": "plan --preset llama-3.2-3b --pp 2 --microbatches 4",
     "vocabpar layout": "layout --preset llama-3.2-3b --pp 2 --microbatches 4 --chunks 1",
     "vocabpar schedule": "schedule --pp 2 --microbatches 2 --format json --output {}/s.json",
     "vocabpar simulate": "simulate {}/s.json --html {}/s.html",
@@ -57,7 +56,6 @@ VERBS = {
 SCRIPTS = {
     "scripts/artifact/quick_exp.sh": ("run vocab-2", "lab artifact"),
     "scripts/artifact/full_exp.sh": ("scripts/artifact/exp_one_host.csv --smoke", "lab artifact"),
-    "scripts/artifact/one_gpu.sh": ("--device cpu", "vocabpar profile", "vocabpar plan"),
     "scripts/slurm/full_exp.sbatch": ("scripts/artifact/exp_two_hosts.csv", "lab artifact"),
     "scripts/slurm/pretrain.sbatch": ("--enable-vocab-parallel", "megatron_vocabpar.launch"),
     "scripts/docker/try_on_debian.sh": ("", "vocabpar doctor", "vocabpar schedule", "vocabpar train"),
@@ -93,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (path / "page.md").write_text((ROOT / "docs" / "megatron.md").read_text())
     (path / "scripts").symlink_to(ROOT / "scripts")
-    for name in ("Megatron-LM", "one-gpu-logs", "vocabpar-out"):
+    for name in ("Megatron-LM", "vocabpar-out"):
         (path / name).mkdir()
     (slime,) = MODULES_OF["slime"].values()
     (path / "slime" / slime).parent.mkdir(parents=True)

@@ -11,6 +11,8 @@ import click
 
 from lab.runtime import measure_runtime
 from megatron_vocabpar.cli.files import FORMAT
+from megatron_vocabpar.cli.main import RunFailed
+from megatron_vocabpar.runtime.processes import ProcessFailed
 from megatron_vocabpar.train.check import check_run
 from megatron_vocabpar.train.config import TrainConfig
 
@@ -29,7 +31,10 @@ def runtime_command(pairs: int, output_format: str, **options: Any) -> None:
     """Our executor against megatron-core's own 1F1B, on the same stock model in one run."""
     config = TrainConfig(method="baseline", steps=pairs, **options)
     check_run(config)
-    result = measure_runtime(config)
+    try:
+        result = measure_runtime(config)
+    except ProcessFailed as failed:
+        raise RunFailed("runtime", str(failed), "lab") from failed
     ours, theirs = statistics.median(result.ours_ms), statistics.median(result.megatron_ms)
     if output_format == "json":
         click.echo(json.dumps({**dataclasses.asdict(result), "ratio": result.ratio}))

@@ -24,7 +24,6 @@ VERBS = {
     "simulate": "Predict time, bubble and memory.",
     "plan": "Which schedule, and does it fit?",
     "layout": "Where Megatron's own schedule has its layers best.",
-    "profile": "Measure passes and collectives here.",
     "train": "Train a GPT on this machine.",
     "doctor": "Check GPUs, or look at a checkout.",
 }
@@ -35,7 +34,6 @@ _EXAMPLES = {
     "simulate": "vocabpar simulate schedule.json --costs costs.json",
     "plan": "vocabpar plan --preset llama-3.1-70b --gpus 64",
     "layout": "vocabpar layout --preset llama-3.1-70b --pp 8 --chunks 5",
-    "profile": "vocabpar profile --device cuda --output costs.json",
     "train": "vocabpar train --method vocab-2 --compare baseline --steps 40",
     "doctor": "vocabpar doctor --megatron ~/Megatron-LM",
 }

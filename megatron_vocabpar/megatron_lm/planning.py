@@ -5,7 +5,8 @@ Next: ``watchers.py``, reports of single iterations; ``pipeline/tuning/measured_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,7 +26,13 @@ from megatron_vocabpar.megatron_lm.flags import FLAGS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
-from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
+from megatron_vocabpar.pipeline.tuning.kept_plan import (
+    PLAN_FILE,
+    digest,
+    keep_costs,
+    keep_plan,
+    kept_plan,
+)
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
 from megatron_vocabpar.plan.channels import allowed_ms, fewest_channels
@@ -134,9 +141,12 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         plans.measured = plan.costs
         say(f"the plan from measured times in {PLAN_FILE} is used again")
     elif config.profile_iterations:
-        switched = partial(_keep, args.save, name)
+        measured = partial(_keep_costs, args.save, device)
+        switched = partial(_keep_plan, args.save, name)
         transfer = partial(transfer_ms, groups, partial(_stage_output, chunks[0], call, device))
-        watchers.append(MeasuredPlan(run, plans, config.profile_iterations, transfer, say, switched))
+        watchers.append(
+            MeasuredPlan(run, plans, config.profile_iterations, transfer, say, measured, switched)
+        )
     if config.timeline is not None:
         folder = Path(args.tensorboard_dir or args.save or ".")
         watchers.append(TimelineFile(run, config.timeline, folder))
@@ -215,12 +225,25 @@ def with_exchange(costs: PassCosts, p: int) -> PassCosts:
     return replace(costs, hidden_ms=tuple(_EXCHANGE * ms for ms in shorter))
 
 
-def _keep(folder: str | None, name: str, plan: Plan, before_ms: float, predicted_ms: float) -> None:
+def _keep_costs(folder: str | None, device: torch.device, costs: PassCosts) -> None:
     if folder and dist.get_rank() == 0:
-        try:
+        with _said():
+            keep_costs(Path(folder), costs, f"measured by a training on {machine(device)}")
+
+
+def _keep_plan(folder: str | None, name: str, plan: Plan, before_ms: float, predicted_ms: float) -> None:
+    if folder and dist.get_rank() == 0:
+        with _said():
             keep_plan(Path(folder), name, plan, before_ms=before_ms, predicted_ms=predicted_ms)
-        except OSError as error:
-            say(f"the plan is not kept: {error}")
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """A file that cannot be written ends no training."""
+    try:
+        yield
+    except OSError as error:
+        say(f"a file of measured times is not kept: {error}")
 
 
 def plan_request(

@@ -137,7 +137,8 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
 def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:
     """A sentence if moving layers away from the last stage is enough; else none."""
     moved = _find(choices, REDIS, "1f1b")
-    partitioned = [one for one in choices if one.family == "1f1b" and one.method in (VOCAB_1, VOCAB_2)]
+    found = (_find(choices, method, "1f1b") for method in (VOCAB_1, VOCAB_2))
+    partitioned = [one for one in found if one is not None and not one.problem]
     if moved is None or moved.problem or not partitioned:
         return []
     best = min(partitioned, key=lambda one: one.iteration_ms)

@@ -85,3 +85,14 @@ def test_nothing_fits() -> None:
     data = json.loads(result.output)
     assert data["recommended"] is None
     assert data["would_fit"]
+
+
+def test_costs_of_one_method_are_enough(tmp_path: Path) -> None:
+    """Such as a training leaves; the other partitioned methods are listed with the reason."""
+    costs = {"F_ms": 4, "B_ms": 2, "W_ms": 1, "methods": {"vocab-2": {"S_ms": 1, "T_ms": 1}}}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1000"
+    words = f"plan --pp 2 --microbatches 4 --costs {tmp_path / 'costs.json'} -- {model}"
+    result = CliRunner().invoke(main, words.split())
+    assert result.exit_code == 0, result.output
+    assert "no times for 'vocab-1'" in " ".join(result.stdout.split())

@@ -19,11 +19,12 @@ kernels.shapes = lambda *_: [kernels.Shape(256, 64, 2048, 8)]
 from lab.__main__ import main
 main(["kernels", "--device", "cuda", "--rounds", "2"])
 """
-VERBS = (
-    "train --device cuda --pp 4 --output out",
-    f"profile {_SMALL} --heads 2 --iterations 2",
-)
-COMMANDS = {f"vocabpar {line}": ("-m", "megatron_vocabpar", *line.split()) for line in VERBS} | {
+COMMANDS = {
+    "vocabpar train": (
+        "-m",
+        "megatron_vocabpar",
+        *["train", "--device", "cuda", "--pp", "4", "--output", "out"],
+    ),
     "lab runtime": ("-m", "lab", "runtime", *_SMALL.split(), "--microbatches", "4", "--pairs", "2"),
     "lab kernels, of one small shape": ("-c", _KERNELS),
 }

@@ -156,7 +156,10 @@ def _fork(rank: int, told: Mapping[str, str], folder: Path, plant: Plant | None)
 
 
 def _wait(processes: Sequence[int], limit_s: float) -> dict[int, int]:
-    """Exit codes by rank, in the order of the ends; after a failure the others have as long as NCCL would be given, a few seconds."""
+    """Exit codes by rank, the first to end first.
+
+    After a failure the others have as long as NCCL would be given, a few seconds.
+    """
     codes: dict[int, int] = {}
     deadline = time.monotonic() + limit_s
     while len(codes) < len(processes) and time.monotonic() < deadline:

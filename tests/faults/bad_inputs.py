@@ -294,8 +294,6 @@ def others() -> Iterator[BadInput]:
         "lab emulate vocab-2 --pp 2 --microbatches 2 --scale 0.01 --output {}/x.png": "cannot write .*x.png: the bars are an SVG; give --output FILE.svg",
         "lab emulate vocab-2 --report {}/none": "none", "lab emulate vocab-2 --costs {}/none": "none",
         "lab emulate v-half:": "no schedule", "lab emulate vocab-2 --report {}": "config.json|results", "lab emulate vocab-2 --pp 2 --microbatches 2 --output {}/no/x.svg": "cannot write",
-        "profile --pp 0": "--pp", "profile --layers 7 --pp 2": "cannot be divided", "profile --hidden 0": "hidden", "profile --iterations 0": "steps|iterations", "profile --dtype x": "dtype",
-        "profile --device tpu": "device", "profile --output {}/no/x.json": "cannot write",
     }.items():  # fmt: skip
         yield BadInput(arguments or "nothing", arguments, says)
 

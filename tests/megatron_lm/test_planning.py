@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.megatron_lm.flags import OVERLAP, config_from_argv
 from megatron_vocabpar.megatron_lm.planning import (
     check_costs,
@@ -91,6 +93,16 @@ def lines(log: Log) -> list[str]:
     return [line for line in ours if ": iteration " not in line]
 
 
+def _check_costs(file: Path) -> None:
+    """The measured costs are a file that the verbs read."""
+    assert min(PassCosts.load(file).F_ms) > 0  # type: ignore[arg-type]
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1000"
+    plan = f"plan --pp 2 --microbatches 4 --format json --costs {file} -- {model}"
+    for words in (f"schedule --pp 2 --costs {file}", plan):
+        result = CliRunner().invoke(main, words.split())
+        assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("model", [(), pytest.param(BY_PATTERN, marks=pytest.mark.long)])
 def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path, model: tuple[str, ...]) -> None:
     """The first plan is made with wrong times, so that the measured one is the faster."""
@@ -123,6 +135,7 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path, model:
     assert sum("ms an iteration with the plan from measured times" in line for line in lines(first)) == 1
     assert not any("measured" in line for line in lines(plain))
     assert any("vocab_parallel_plan.json is used again" in line for line in lines(again))
+    _check_costs(tmp_path / "plans" / "vocab_parallel_costs.json")
     losses, norms = (scalars(tmp_path / "logs")[tag] for tag in ("lm loss", "grad-norm"))
     for other, of_losses, of_norms in (("first", losses, norms), ("again", again.losses, again.norms)):
         np.testing.assert_array_equal(of_losses, plain.losses, other)

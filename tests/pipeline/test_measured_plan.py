@@ -22,7 +22,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
 from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
-from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, digest, keep_plan, kept_plan
+from megatron_vocabpar.pipeline.tuning.kept_plan import (
+    COSTS_FILE,
+    PLAN_FILE,
+    digest,
+    keep_costs,
+    keep_plan,
+    kept_plan,
+)
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched
 from megatron_vocabpar.runtime.pass_times import transfer_ms
@@ -94,7 +101,10 @@ def train(rank: int, case: Case, family: str, iterations: int | None, broken: bo
         )
         sent = partial(transfer_ms, groups, lambda: torch.zeros(8, 2, 16))
         switched: list[float] = []
-        watcher = MeasuredPlan(run, plans, 2, sent, lines.append, lambda *_: switched.append(1.0))
+        costs_of_all: list[PassCosts] = []
+        watcher = MeasuredPlan(
+            run, plans, 2, sent, lines.append, costs_of_all.append, lambda *_: switched.append(1.0)
+        )
         watched = Watched(run, timeline, [] if iterations else [watcher])
         optimizer = MainGradAdam([p for module in modules for p in module.parameters()])
         losses: list[float] = []
@@ -111,6 +121,7 @@ def train(rank: int, case: Case, family: str, iterations: int | None, broken: bo
             "weights": weights,
             "lines": lines,
             "switched": len(switched),
+            "measured": costs_of_all,
             "plan": run.plan(case.m).schedule.ranks,
         }
 
@@ -123,6 +134,8 @@ def check(case: Case, family: str, switches: int, broken: bool = False) -> list[
     plain = run_ranks(case.pp, train, case, family, iterations, False)
     for mine, theirs in zip(ours, plain, strict=True):
         assert mine["switched"] == switches
+        assert mine["measured"] == ours[0]["measured"]
+        assert len(mine["measured"]) == 1
         assert (mine["plan"] != theirs["plan"]) == bool(switches)
         assert mine["plan"] == ours[0]["plan"]
         assert mine["losses"] == theirs["losses"]
@@ -276,3 +289,9 @@ def test_a_kept_plan_is_used_for_the_same_training_alone(tmp_path: Path) -> None
         assert kept_plan(tmp_path / "new", name) is None
     file.write_text("no JSON")
     assert kept_plan(tmp_path / "new", name) is None
+
+
+def test_kept_costs_are_a_cost_file(tmp_path: Path) -> None:
+    costs = PassCosts.from_dict(COSTS)
+    keep_costs(tmp_path / "new", costs, "measured here")
+    assert PassCosts.load(tmp_path / "new" / COSTS_FILE) == costs

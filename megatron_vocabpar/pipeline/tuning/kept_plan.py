@@ -1,13 +1,14 @@
-"""A plan in the checkpoint folder, which an earlier run of the same training made from measured times.
+"""In the checkpoint folder: the costs that a training has measured, and the plan that it made from them.
 
-``digest`` names all that the times depend on. A file with another digest, or one that cannot be read, counts
-as no file.
+An earlier run of the same training made the plan. ``digest`` names all that the times depend on. A plan with
+another digest, or one that cannot be read, counts as none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -17,8 +18,10 @@ import torch
 
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json, plan_to_json
+from megatron_vocabpar.schedule.times.costs import PassCosts
 
 PLAN_FILE = "vocab_parallel_plan.json"
+COSTS_FILE = "vocab_parallel_costs.json"
 
 
 def digest(config: Any, **facts: object) -> str:
@@ -47,10 +50,23 @@ def keep_plan(folder: Path, name: str, plan: Plan, **times_ms: float) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{PLAN_FILE}.partial"
-    partial.write_text(json.dumps({"digest": name, **times_ms, "plan": json.loads(plan_to_json(plan))}))
-    partial.replace(folder / PLAN_FILE)
+    _write(folder / PLAN_FILE, {"digest": name, **times_ms, "plan": json.loads(plan_to_json(plan))})
+
+
+def keep_costs(folder: Path, costs: PassCosts, source: str) -> None:
+    """Write measured costs as a cost file, which ``vocabpar plan --costs`` reads; ``source`` says whose.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    _write(folder / COSTS_FILE, {"source": source, **costs.to_dict()})
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(data))
+    partial.replace(path)
 
 
 def kept_plan(folder: Path, name: str) -> str | None:

@@ -120,6 +120,7 @@ class MeasuredPlan:
         iterations: the number of measured iterations, at least 1.
         transfer_ms: measures a send between stages; all ranks call it.
         say: called on all ranks with lines for the log.
+        measured: called on all ranks with the costs.
         switched: called on all ranks with the new plan, the time measured before and the predicted one, ms.
     """
 
@@ -130,6 +131,7 @@ class MeasuredPlan:
         iterations: int,
         transfer_ms: Callable[[], float | None],
         say: Callable[[str], None],
+        measured: Callable[[PassCosts], None],
         switched: Callable[[Plan, float, float], None],
     ) -> None:
         self._run = run
@@ -137,6 +139,7 @@ class MeasuredPlan:
         self._iterations = iterations
         self._transfer_ms = transfer_ms
         self._say = say
+        self._measured = measured
         self._switched = switched
         self._m = 0
         self._spans: list[list[Span]] = []
@@ -177,6 +180,7 @@ class MeasuredPlan:
         costs = pass_costs(times, schedule)
         self._costs = replace(costs, mtp_depths=schedule.mtp_depths, mtp_stage=schedule.placement.mtp)
         self._before_ms, self._planned_m = length, self._m
+        self._measured(self._costs)
 
     def _exchange(self, times: RankTimes) -> list[list[RankTimes]]:
         """The times of all ranks, by pipeline rank."""
