@@ -139,7 +139,7 @@ gpu:
 		--target "$(CARRIED)/unpacked" "$(CARRIED)"/*.whl || exit 1; fi; \
 	export PYTHONPATH="$(CURDIR):$(CARRIED)/unpacked$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	mkdir -p lab/results; \
-	status=0; $(GPU_PYTHON) -m megatron_vocabpar doctor --gpu --costs lab/results/price.json || status=$$?; \
+	status=0; $(GPU_PYTHON) -m megatron_vocabpar doctor --gpu || status=$$?; \
 	if [ $$status -eq 2 ]; then exit 2; fi; \
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
 	$(GPU_PYTHON) -m lab kernels --device cuda --save lab/results || status=1; \

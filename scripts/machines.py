@@ -45,7 +45,7 @@ PROCESSES = (
     f"{PYTEST} tests/runtime tests/train tests/faults tests/lab tests/doctor tests/cli"
     " tests/pipeline/test_equality.py tests/pipeline/test_measured_plan.py"
 )
-ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/pipeline tests/train tests/measure"
+ROOMS = f"{PYTEST} tests/layers tests/losses tests/runtime tests/pipeline tests/train tests/lab"
 # A job that was started, and stopped by Ctrl-C once it trains.
 INTERRUPTED = (
     'setsid bash -c "trap - INT; exec python -m megatron_vocabpar train --overwrite" & job=$!;'

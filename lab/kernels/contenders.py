@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lab.kernels.others import Loss, forward_backward, runnable
+from lab.kernels.output_layer import OutputLayer
 from lab.kernels.published import published_embedding, published_embedding_gradient, published_pass
+from lab.timing import Contender
 from megatron_vocabpar.layers.numbers import Slopes
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.measure.output_layer import OutputLayer
-from megatron_vocabpar.measure.timing import Contender
 from megatron_vocabpar.schedule.words.methods import VOCAB_1
 
 

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from lab.kernels.contenders import input_contenders, output_contenders
-from lab.memory import peak_mib
-from megatron_vocabpar.layers.partition import VocabRange, padded_vocab_size
-from megatron_vocabpar.measure.input_layer import INPUT_CALLS, InputLayer
-from megatron_vocabpar.measure.output_layer import (
+from lab.kernels.input_layer import INPUT_CALLS, InputLayer
+from lab.kernels.output_layer import (
     METHODS,
     OutputLayer,
     errors,
     kept_mib,
     refusal,
 )
-from megatron_vocabpar.measure.timing import ROTATED, Contender, ratio, time_rounds
+from lab.memory import peak_mib
+from lab.timing import ROTATED, Contender, ratio, time_rounds
+from megatron_vocabpar.layers.partition import VocabRange, padded_vocab_size
 
 SCALED = ("vocab-1", "vocab-2")
 """Methods that are timed on the whole vocabulary too."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lab.losses.theirs import CASES, OURS, Case, Data, Function, check, load, pretend_cuda
 from lab.memory import peak_mib
-from megatron_vocabpar.measure.timing import ratio
+from lab.timing import ratio
 
 
 @dataclass(frozen=True)

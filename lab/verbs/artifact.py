@@ -122,7 +122,7 @@ def _about(site: Site) -> dict[str, str]:
     """Device, versions and commits, on which the figures depend."""
     import torch
 
-    from megatron_vocabpar.measure.environment import commit_of, environment
+    from megatron_vocabpar.doctor.environment import commit_of, environment
 
     if not site.on_cpu and not torch.cuda.is_available():
         raise ValueError("this machine shows no GPU; --smoke runs small on the CPU")

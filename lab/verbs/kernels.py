@@ -36,7 +36,7 @@ def kernels_command(
 
     from lab.kernels.measured import measure_input, measure_output, shapes
     from lab.kernels.tables import print_kernels
-    from megatron_vocabpar.measure.environment import environment, file_name
+    from megatron_vocabpar.doctor.environment import environment, file_name
 
     if rounds < 1:
         raise click.BadParameter(f"{rounds} rounds: give at least 1")

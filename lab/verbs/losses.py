@@ -18,7 +18,7 @@ from rich.console import Console
 from lab.kernels.tables import number, table
 from lab.losses.compared import Comparison, Setting, measure_losses
 from megatron_vocabpar.cli.files import FORMAT
-from megatron_vocabpar.measure.environment import commit_of, environment
+from megatron_vocabpar.doctor.environment import commit_of, environment
 
 _FOLDER = click.Path(path_type=Path)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, tell, will_be_written, write_output
+from megatron_vocabpar.cli.files import FORMAT, tell
 from megatron_vocabpar.megatron_lm import te_version
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding
 from megatron_vocabpar.megatron_lm.checkout import (
@@ -44,16 +44,7 @@ _LINE = "import megatron_vocabpar.adaptor"
     metavar="FACTOR",
     help="With --gpu: give each check so many times its seconds, on a busy machine or a slow file system.",
 )
-@click.option(
-    "--costs",
-    "costs_file",
-    metavar="FILE",
-    callback=will_be_written,
-    help="With --gpu: also write what layers take beside others, for vocabpar plan --costs FILE.",
-)
-def doctor_command(
-    gpu: bool, megatron: Path | None, output_format: str, time_limits: float | None, costs_file: str | None
-) -> None:
+def doctor_command(gpu: bool, megatron: Path | None, output_format: str, time_limits: float | None) -> None:
     """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
     With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
@@ -63,12 +54,10 @@ def doctor_command(
         raise click.UsageError("give --gpu to check this machine, or --megatron PATH to look at a checkout")
     if time_limits and not gpu:
         raise click.UsageError("--time-limits is for the checks of --gpu; leave it out, or give --gpu")
-    if costs_file and not gpu:
-        raise click.UsageError("--costs is what the checks of --gpu write; leave it out, or give --gpu")
     if output_format == "json" and not gpu:
         raise click.UsageError("--format json is for --gpu; leave it out")
     if gpu:
-        _check_gpus(output_format, time_limits or 1.0, costs_file)
+        _check_gpus(output_format, time_limits or 1.0)
     else:
         _look_at(megatron or folder[0])
         several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *folder]))
@@ -76,10 +65,9 @@ def doctor_command(
             click.echo(_several(several))
 
 
-def _check_gpus(output_format: str, time_limits: float, costs_file: str | None) -> None:
+def _check_gpus(output_format: str, time_limits: float) -> None:
     from megatron_vocabpar.doctor.checks import checks
-    from megatron_vocabpar.doctor.guard import run_all
-    from megatron_vocabpar.doctor.price import written
+    from megatron_vocabpar.doctor.runner import run_all
     from megatron_vocabpar.doctor.surroundings import count_gpus
     from megatron_vocabpar.doctor.table import print_table
 
@@ -93,8 +81,6 @@ def _check_gpus(output_format: str, time_limits: float, costs_file: str | None) 
         for result in run_all(every, tell):
             tell(f"{result.check}: {result.outcome}, {result.seconds:.1f} s")
             results.append(result)
-        if costs_file and (found := written(folder)):
-            write_output(costs_file, json.dumps(found, indent=1) + "\n", "--costs")
     if output_format == "json":
         record = {"date": date.today().isoformat(), "checks": [dataclasses.asdict(each) for each in results]}
         click.echo(json.dumps(record, indent=1))

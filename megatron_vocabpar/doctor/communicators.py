@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
+
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.doctor.overlap import median_ms
-from megatron_vocabpar.doctor.processes import Rank, on_processes
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.runtime.comm import (
     PointToPoint,
@@ -14,30 +16,57 @@ from megatron_vocabpar.runtime.comm import (
     all_gather,
     all_reduce,
     broadcast,
+    create_groups,
     exchange_rows,
     links,
+    warm_up,
 )
+from megatron_vocabpar.runtime.streams import backend, clock, default_device
+
+_ROUNDS = 9
 
 
-@on_processes
-def communicators(rank: Rank, small_kib: int = 16, large_mib: int = 64) -> Finding:
-    """Warm-up, every collective and every link of the processes' stages; times of two all-reduces.
+def communicators(device: str, small_kib: int = 16, large_mib: int = 64) -> Finding:
+    """Warm-up, every collective and every link of a pipeline; times of two all-reduces.
+
+    Every process calls this.
 
     Args:
         small_kib: size of the all-reduce that shows latency.
         large_mib: size of the one that shows bandwidth.
     """
-    groups, device = rank.groups, rank.device
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        return Finding("not run", reason="it needs two GPUs, and there is one")
+    where = default_device(device, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend(where))
+    start = time.perf_counter()
+    groups = create_groups((0, dist.get_rank(), 0), dist.get_world_size(), 1)
+    warm_up(groups, where)
+    dist.barrier()
+    warm_up_s = time.perf_counter() - start
+    finding = _finding(groups, where, warm_up_s, small_kib, large_mib)
+    dist.destroy_process_group()
+    return finding
+
+
+def _finding(
+    groups: VocabGroups, device: torch.device, warm_up_s: float, small_kib: int, large_mib: int
+) -> Finding:
     every: list[list[str]] = [[] for _ in groups.ranks]
     dist.all_gather_object(every, wrong_collectives(groups, device) + wrong_links(groups, device))
-    figure = f"{len(groups.ranks)} ranks, warm-up {rank.warm_up_s:.1f} s"
+    figure = f"{len(groups.ranks)} ranks, warm-up {warm_up_s:.1f} s"
     named = [f"rank {k}: {text}" for k, texts in enumerate(every) for text in texts]
     if named:
         return Finding("failed", figure, "; ".join(named[:3]))
 
     def all_reduce_ms(elements: int) -> float:
-        tensor = torch.zeros(elements, device=device)
-        return median_ms(device, lambda: all_reduce(groups, tensor), ready=dist.barrier)
+        tensor, mark, times = torch.zeros(elements, device=device), clock(device), []
+        for _ in range(2 + _ROUNDS):
+            dist.barrier()
+            start = mark()
+            all_reduce(groups, tensor)
+            times.append(1e3 * (mark()() - start()))
+        return statistics.median(times[2:])
 
     small_ms, large_ms = all_reduce_ms(small_kib * 2**8), all_reduce_ms(large_mib * 2**18)
     return Finding(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,9 +23,10 @@ class Check:
     """One row of the table, before it runs."""
 
     name: str
-    target: str  # "module:function", which returns a Finding
-    arguments: Mapping[str, Any]  # the function's, as JSON has them
+    function: Callable[..., Finding]  # of a module: its processes import it
+    arguments: Mapping[str, Any]
     timeout_s: float  # after which the check has failed
+    ranks: int = 1  # processes that call the function, one a GPU
     after: str | None = None  # name of the check that must be ok before this one runs
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_vocabpar.doctor.environment import FUSED_ACCUMULATION, PACKAGES, environment
 from megatron_vocabpar.doctor.result import Finding
 from megatron_vocabpar.layers.kernels.dispatch import why_not_triton
-from megatron_vocabpar.measure.environment import FUSED_ACCUMULATION, PACKAGES, environment
 
 _PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA", "NVTE_", "TRITON_")
 

@@ -10,7 +10,6 @@ from megatron_vocabpar.schedule.words.methods import BASELINE
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.compare import differences, loss_curve
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.job import run_job
 from megatron_vocabpar.train.metrics import read_metrics
 from megatron_vocabpar.train.output import METRICS_FILE
 
@@ -50,8 +49,13 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         output=str(output(method)),
         save=False,
     )
-    require_modules()
-    run_job(config, print)
+    try:
+        require_modules()
+    except ModuleNotFoundError as error:
+        return Finding("not run", reason=str(error))
+    from megatron_vocabpar.train.job import run_job
+
+    run_job(config, print, environment={})
     curve = losses(method)
     finite = [step for step, loss in curve.items() if math.isfinite(loss)]
     if finite != list(range(1, _STEPS + 1)):

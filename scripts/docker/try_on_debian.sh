@@ -61,7 +61,7 @@ run vocabpar doctor --megatron /opt/Megatron-LM
 run vocabpar schedule --pp 2
 # One copy of the package, beside the .git whose commit goes into records.
 run bash -c 'test ! -e build && python3 -c "import megatron_vocabpar as m; print(m.__file__)"'
-run python3 -c 'from pathlib import Path; from megatron_vocabpar.measure.environment import commit_of; print(commit_of(Path()))'
+run python3 -c 'from pathlib import Path; from megatron_vocabpar.doctor.environment import commit_of; print(commit_of(Path()))'
 run bash -c 'vocabpar train --pp 2 --steps 2 --output /tmp/out && cat /tmp/out/summary.json'
 run scripts/artifact/quick_exp.sh run vocab-2 --smoke
 

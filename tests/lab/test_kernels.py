@@ -17,8 +17,8 @@ from lab.kernels.others import ON_ANY_DEVICE, OTHERS, forward_backward
 from lab.kernels.published import published_pass
 from lab.kernels.record import record_table
 from lab.verbs.kernels import kernels_command
+from megatron_vocabpar.doctor.environment import file_name
 from megatron_vocabpar.layers.output.plain import OutputState
-from megatron_vocabpar.measure.environment import file_name
 from tests.layers import reference
 
 CPU = torch.device("cpu")

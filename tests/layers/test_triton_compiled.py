@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from megatron_vocabpar.doctor.triton_spin import spin
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.numbers import Slopes, empty_softmax
 from megatron_vocabpar.layers.terms import LossTerms
@@ -128,12 +127,3 @@ def test_merge_and_row_gradient(capability: int, lse: bool, softcap: bool) -> No
     slopes = Slopes(torch.empty(n), torch.empty(n) if lse else None)
     rest = torch.zeros(32, dtype=torch.int64), torch.empty(n) if softcap else None
     check(capability, lambda: kernels.row_gradient(softmax, slopes, stats[0, :, 0], *rest))
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_kernel_that_waits(capability: int) -> None:
-    """Of 512 threads; a read that the compiler may keep would never see the flag."""
-    flag = torch.zeros(4, dtype=torch.int32)
-    (kernel,) = compile_launches(capability, lambda: spin(flag, flag, 8))
-    assert ".maxntid 512" in kernel.ptx or ".reqntid 512" in kernel.ptx
-    assert kernel.ptx.count("ld.volatile.global") == 2

@@ -436,16 +436,3 @@ def test_losses_of_the_library(lazy: bool, dtype: torch.dtype) -> None:
         got = run(DEVICE)
     for value, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(value.cpu(), wanted, rtol=10 * ROUNDING[dtype], atol=1e-5)
-
-
-@pytest.mark.parametrize("set_", [0, 1])
-def test_a_kernel_that_waits_ends(set_: int) -> None:
-    """It sees a flag that is set, and gives up one that never is."""
-    from megatron_vocabpar.doctor.triton_spin import spin
-
-    flag, seen = (
-        torch.tensor([set_], dtype=torch.int32, device=DEVICE),
-        torch.full((4,), 9, dtype=torch.int32, device=DEVICE),
-    )
-    spin(flag, seen, most=5)
-    assert seen.tolist() == [set_] * 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, in_full
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.price import Price, Use, gain_error, readings
+from megatron_vocabpar.plan.price import Price, Use, gain_error, read_measured, readings
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.verdict import Verdict, verdict
@@ -87,3 +89,27 @@ def test_channels_are_as_few_as_the_slack_allows() -> None:
 def test_a_choice_in_full_says_its_channels() -> None:
     assert in_full(REQUEST, choice_of(REQUEST, "vocab-2", "v-half")).channels >= 1
     assert in_full(REQUEST, choice_of(REQUEST, "baseline", "1f1b")).channels == 0
+
+
+def test_a_file_of_the_slope_alone(tmp_path: Path) -> None:
+    file = tmp_path / "price.json"
+    file.write_text(json.dumps({"price": {"slope": 0.06}}))
+    read, costs = read_measured(file)
+    assert read is not None
+    assert costs is None
+    assert (read.slope, read.channels) == (0.06, readings()["waiting"].channels)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"price": {"slope": "0.03"}}, "give a number from 0 to 1000"),
+        ({"price": {"slope": 0.03, "sms": 4}}, "sms"),
+        ({"price": {}}, "slope"),
+    ],
+)
+def test_a_price_that_is_none_is_refused(content: object, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        read_measured(file)

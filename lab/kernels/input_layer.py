@@ -1,13 +1,13 @@
-"""One shard's input layer with inputs: passes IF and IB, without communication. Next: ``model_costs.py``."""
+"""One shard's input layer with inputs: passes IF and IB, without communication."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lab.timing import ROTATED, Contender
 from megatron_vocabpar.layers.embedding import embedding_backward, embedding_forward, plan_input
 from megatron_vocabpar.layers.partition import even_ranges, padded_vocab_size
-from megatron_vocabpar.measure.timing import ROTATED, Contender
 
 INPUT_CALLS = 20
 """Calls in one measurement: a single pass is too short to be timed."""

@@ -1,7 +1,7 @@
 """One shard's output layer with inputs, and the distance of its results from float64.
 
 The shard owns every target, the most work that a shard can have; there is no communication. Read
-``layers/output/plain.py`` first. ``doctor/layers.py`` checks this on a GPU, ``lab/kernels`` times it.
+``layers/output/plain.py`` first. ``measured.py`` times it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lab.timing import ROTATED
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import invariant
@@ -25,7 +26,6 @@ from megatron_vocabpar.layers.output.plain import (
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.targets import owned_targets, target_rows
-from megatron_vocabpar.measure.timing import ROTATED
 from megatron_vocabpar.schedule.words.methods import VOCAB_1, VOCAB_2
 
 BUCKETS = (0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
