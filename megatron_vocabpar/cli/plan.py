@@ -100,7 +100,7 @@ def of_a_job(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("plan")
 @of_a_job
-@click.option("--costs", "costs_file", metavar="FILE", help="Measured times of passes, or doctor's price.")
+@click.option("--costs", "costs_file", metavar="FILE", help="Measured times of passes.")
 @click.option("--gpus", type=int, help="Search how to spread the model over so many; sizes given stay.")
 @click.option("--sources", is_flag=True, help="Also say where each number about the GPU is from.")
 @FORMAT
@@ -140,7 +140,7 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
 
 
 def _measured(file: str | None) -> tuple[PassCosts | None, Mapping[str, Price]]:
-    """The passes' times in a cost file, and its price; a file of ``vocabpar doctor`` has the price alone."""
+    """The passes' times in a cost file, and its price; a file may have the price alone."""
     if file is None:
         return None, readings()
     price, costs = read_measured(file)

@@ -6,7 +6,7 @@ tokens and a hidden size of 8,192 is 67 MB, and an all-reduce sends it twice; if
 rank's S and the first pass that needs it, 3 channels carry it in time. Between nodes they must be enough for
 the network: 50 GB/s take 3.
 
-``vocabpar doctor --gpu`` measures what they cost: on an H200 one or two take half of what four to eight do.
+On an H200, as measured, one or two take half of what four to eight do.
 Next: ``advice.py``.
 """
 

@@ -87,7 +87,7 @@ class Price:
 
 
 def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:
-    """The price and the passes' times in a cost file; that of ``vocabpar doctor --gpu`` has the price alone.
+    """The price and the passes' times in a cost file; a file may have the price alone.
 
     Where nobody measured how many multiprocessors a collective holds, they are those of the published runs.
 

@@ -21,7 +21,7 @@ from megatron_vocabpar.train.schedules import fitting_families
 from megatron_vocabpar.train.text import check_source
 
 TRAIN_MODULES = (
-    "torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy", "psutil",
+    "torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy",
 )  # fmt: skip
 SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
 
