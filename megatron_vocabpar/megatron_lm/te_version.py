@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 _NAME = "transformer-engine"
 _BUILD = re.compile(r"\+[\w.]+")
-_REQUIREMENT = re.compile(r"transformer-engine(?:\[[^\]]*\])?\s*([^;]*)")
+_REQUIREMENT = re.compile(r"transformer-engine(?:\[[^\]]*\])?\s*\(?([<>=!~][^)]*)\)?")
 
 
 def installed() -> str | None:
@@ -67,4 +67,4 @@ def line(version: str | None, bounds: str, revision: str) -> str:
 
 def _bounds(requirements: list[str]) -> str:
     matches = (_REQUIREMENT.fullmatch(each.partition(";")[0].strip()) for each in requirements)
-    return next((match[1].strip() for match in matches if match and match[1]), "")
+    return next((match[1].strip() for match in matches if match), "")

@@ -27,6 +27,9 @@ REQUIRED = """Name: megatron-core
 Requires-Dist: transformers; extra == "mlm"
 Requires-Dist: transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0; extra == "dev"
 """
+ADDRESS = """Requires-Dist: transformer-engine[pytorch] @ git+https://host/TransformerEngine.git@main
+"""
+IN_BRACKETS = "Requires-Dist: transformer-engine (>=2.9,<2.12); extra == 'dev'\n"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,8 @@ Requires-Dist: transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0; extra == 
         ("pyproject.toml", COMMIT + EXACT, "==2.17.1+4329ff84", "b9d690e042b1c4e4"),
         ("pyproject.toml", "[project]\n", "", ""),
         ("megatron_core-0.16.1.dist-info/METADATA", REQUIRED, "<2.12.0,>=2.9.0a0", ""),
+        ("megatron_core-0.16.1.dist-info/METADATA", ADDRESS, "", ""),
+        ("megatron_core-0.16.1.dist-info/METADATA", IN_BRACKETS, ">=2.9,<2.12", ""),
         ("README.md", "", "", ""),
     ],
 )
