@@ -36,7 +36,6 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
     """
     chunks = model_chunks(args)
     n, known = chunks.numerator, Facts(settings=args)
-    families = config.families(n)
     return replace(
         known,
         options=config.options,
@@ -47,7 +46,7 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
         chunks=chunks,
         splits_w=config.splits_w(n),
         has_pairs=config.has_pairs(n),
-        in_v=families[0].shape == "vshape",
+        in_v=any(family.shape == "vshape" for family in config.families(n)),
         redistributes=config.redistribute,
         final_stage_layers=config.final_stage_layers,
         profile_iterations=config.profile_iterations,

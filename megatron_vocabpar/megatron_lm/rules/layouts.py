@@ -177,7 +177,8 @@ _HETEROGENEOUS = "heterogeneous_layers_config_path heterogeneous_layers_config_e
 
 CHUNKS = (
     Rule("--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank, "
-        "--pipeline-model-parallel-layout or --hybrid-layer-pattern", lambda f: f.chunks.denominator != 1,
+        "--pipeline-model-parallel-layout or --hybrid-layer-pattern",
+        lambda f: f.chunks.denominator != 1 or f.chunks < 1,
         "they give {f.chunks} model chunks on each of {f.p} ranks", "choose what divides"),
     Rule("{f.family_flag}", _other_chunks, "needs {found.chunks} model chunks per rank, not {f.chunks}",
         "{found.how}, or use one of {found.fitting}"),
