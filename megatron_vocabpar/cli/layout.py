@@ -88,10 +88,10 @@ def _checked(request: Request, layout: str) -> Layout:
         )
     if left:
         raise ValueError(f"--check {layout}: {len(counts)} stages; give a multiple of {p}")
-    if chunks > 1 and request.job.m % p:
+    if chunks > 1 and (p == 1 or request.job.m % p):
         raise ValueError(
-            f"--check {layout}: Megatron refuses {chunks} model chunks a rank with {request.job.m} "
-            f"microbatches; write {p} stages, or give --microbatches that {p} divides"
+            f"--check {layout}: Megatron has no schedule of {chunks} model chunks on each of {p} ranks with "
+            f"{request.job.m} microbatches; write {p} stages, or give --microbatches that --pp divides"
         )
     if heads_elsewhere(layout, p):
         raise ValueError(

@@ -48,9 +48,9 @@ def test_a_worse_layout_is_told_how_far_it_is() -> None:
         (("--check", "Et*99999999999L"), "in order it has E t * 9*11 L, but llama-3.2-3b has E t*28 L"),
         (
             ("--check", "Et*3|(t*4|)*6tL", "--microbatches", "6"),
-            "2 model chunks a rank with 6 microbatches; write 4 stages, or give --microbatches that 4 "
-            "divides",
+            "no schedule of 2 model chunks on each of 4 ranks with 6 microbatches; write 4 stages, or give",
         ),
+        (("--check", "Et*14|t*14L", "--pp", "1"), "of 2 model chunks on each of 1 ranks with 8 microbatches"),
         (("--tp", "5"), "tensor parallel size 5 does not divide the 24 attention heads"),
         (("--chunks", "24"), "no layout of 28 layers has 24 chunks on each of 4 ranks"),
     ],
