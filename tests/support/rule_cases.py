@@ -121,7 +121,11 @@ OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("interleaved", TWO | {"pipeline_model_parallel_size": 1}, "model-parallel-size of at least 2"),
     ("interleaved", {"pipeline_model_parallel_layout": "Et|t|tL"}, "they give 3/4 model chunks on each"),
     ("1f1b", {"hybrid_layer_pattern": "*-|*-|*-/*-"}, "they give 3/4 model chunks on each"),
-    ("auto", {"hybrid_layer_pattern": "*-*-", "num_layers_per_virtual_pipeline_stage": 1}, "they give 0 model"),
+    (
+        "auto",
+        {"hybrid_layer_pattern": "*-*-", "num_layers_per_virtual_pipeline_stage": 1},
+        "they give 0 model chunks on each",
+    ),
     (
         "1f1b",
         {"num_layers": 6},
