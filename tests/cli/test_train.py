@@ -175,6 +175,7 @@ FAKE_JOB = (
 """A job whose ranks only pretend."""
 
 
+@pytest.mark.slow
 def test_a_whole_job_with_two_methods(tmp_path: Path, job: list[str]) -> None:
     output = tmp_path / "out"
     result = python("-c", FAKE_JOB, "train", *job, "--compare", "baseline")

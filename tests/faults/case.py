@@ -22,7 +22,7 @@ SMALL = (
 )
 ENDS_WITHIN_S = 5.0
 _SAID = re.compile(r"^((?:vocabpar|lab)[\w ]*: (error: |interrupted)|Error: |Usage: )", re.MULTILINE)
-_NOISE = re.compile(r"Traceback \(most recent|terminate called|Exception ignored|RuntimeWarning|core dumped")
+_NOISE = re.compile(r"terminate called|Exception ignored|RuntimeWarning|core dumped")
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ def run_case(case: Fault, folder: Path, templates: Mapping[str, Path]) -> None:
     expected = case.messages if case.messages is not None else int(code > 0)
     assert case.launched or len(_SAID.findall(err)) == expected, f"{expected} messages expected: {told}"
     assert case.launched or not _NOISE.search(err), told
+    assert case.launched or "Traceback" not in err.partition("error: rank ")[0], told
     of_torchrun = "torchelastic_"  # it leaves its folder after a failure
     temporary_files = [
         path for path in temporary.iterdir() if not (case.launched and path.name.startswith(of_torchrun))
