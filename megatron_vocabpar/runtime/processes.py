@@ -3,7 +3,7 @@
 ``run`` starts a process a rank by torch's elastic launcher and waits. A rank that raises leaves its error
 in torch's error file and ends at once, without waiting for peers; the others are ended then. The error that
 ``run`` raises is that of the rank which failed first: its peers' connections break only afterwards. No
-process is left behind, whatever ends this one.
+process and no temporary file is left behind, whatever ends this one.
 
 Next: ``comm.py``, how the processes talk to each other.
 """
@@ -104,7 +104,10 @@ def run(
                 "rank",
                 sys.executable,
                 dict.fromkeys(range(ranks), ("-m", __name__, name)),
-                {rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
+                {
+                    rank: {**shared, "TMPDIR": name, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    for rank in range(ranks)
+                },
                 DefaultLogsSpecs(log_dir=name, redirects=redirects),
             )
             failed = _wait(processes, timeout_s)
@@ -177,7 +180,7 @@ def _signals_as_before() -> Iterator[None]:
 
 def _main(folder: Path) -> NoReturn:
     """One rank."""
-    follow_parent()
+    follow_parent(folder)
     handler = ErrorHandler()
     handler.initialize()
     code = 1

@@ -271,7 +271,7 @@ def files() -> Iterator[Fault]:
     yield Fault("files-cache-cannot-be-made", 2, "cannot use .*/dev/null", variables={"VOCABPAR_CACHE": "/dev/null/cache"})
     yield Fault("files-full-disk", 2, r"cannot use .*No space left", FRESH + "/deeper", prepare=full_disk)
     yield Fault(
-        "files-full-disk-at-resume", 1, r"rank \d raised .*No space left", RESUME_SAVING, after="one",
+        "files-full-disk-at-resume", 1, r"rank \d raised .*(No space left|iostream error)", RESUME_SAVING, after="one",
         prepare=full_disk
     )
     yield on_resume("files-read-only", 2, r"cannot use .*Read-only", prepare=read_only)

@@ -90,14 +90,20 @@ def test_a_rank_that_does_not_end_is_ended(tmp_path: Path) -> None:
         pytest.param(lambda p: p.kill(), id="killed"),
     ],
 )
-def test_no_process_is_left(tmp_path: Path, end: Callable[[subprocess.Popen[bytes]], None]) -> None:
+def test_nothing_is_left(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, end: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
     script = (
         "from megatron_vocabpar.runtime.processes import run; "
         "from tests.runtime.test_processes import sleeps; "
         f"run(sleeps, {str(tmp_path)!r}, ranks=2)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    temporary = tmp_path_factory.mktemp("temporary")
+    variables = {**os.environ, "TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL, env=variables)
     pids = pids_in(tmp_path, 2)
+    assert list(temporary.iterdir()) != []
     end(parent)
     assert parent.wait(60) != 0
     assert_end(pids)
+    assert list(temporary.iterdir()) == []
