@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
@@ -88,6 +89,7 @@ def _run_rank(config: TrainConfig, say: Say) -> None:
 
     from megatron_vocabpar.runtime.streams import backend, default_device
 
+    follow_parent()  # torchrun, which ends its ranks by itself unless it is killed
     store, rank, size = next(rendezvous("env://"))
     if rank == 0:
         store.set(_JOBS, "\n".join(map(str, open_job(config, say))))

@@ -313,7 +313,6 @@ def metrics() -> Iterator[Fault]:
         yield on_resume(f"metrics-line-{name}-resumed", 0, r"step 6/6(.*\n)*results: ", after="two", prepare=line(1, text))
     for name, text in (("cut", '{"pp": 2'), ("list", "[]"), ("empty", ""), ("other", '{"pp": 2}'), ("deep", "[" * 100_000)):
         yield Fault(f"report-emulation-{name}", 2, r"emulation\.json", RESUME, after="one", prepare=writes("emulation.json", text))
-        yield Fault(f"report-schedule-{name}", 2, r"schedule\.json", RESUME, after="one", prepare=writes("vocab-2/schedule.json", text))
 
 
 # ---- texts
