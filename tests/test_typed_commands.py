@@ -35,7 +35,7 @@ GROUPS: dict[str, click.Group] = {"vocabpar": vocabpar.main, "lab": lab.main}
 _LEFT_OUT = re.compile(r"\.\.\.|\[.*")
 
 _MODEL = "--pp 2 --layers 2 --hidden 32 --seq-length 32 --vocab-size 512 --device cpu"
-_TABLE = f"{ROOT}/scripts/artifact/quick.csv"
+_TABLE = "{}/scripts/artifact/quick.csv"
 VERBS = {
     "vocabpar train": f"train {SMALL} --steps 1 --text {{}}/text.txt --output {{}}/out",
     "vocabpar doctor": "doctor --megatron {}/Megatron-LM",
