@@ -69,6 +69,7 @@ def test_numbers_beside_long_names_are_not_cut() -> None:
     assert "…" not in result.output
 
 
+@pytest.mark.slow
 def test_memory_can_be_read_with_many_ranks() -> None:
     """A row a rank: no number is cut, whatever their number."""
     arguments = ("--pp", "32", "--microbatches", "32", "--memory-gib", "1000", "--", "--num-layers", "64")

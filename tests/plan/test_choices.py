@@ -147,6 +147,7 @@ def test_an_impossible_request_says_what_fits_and_it_does() -> None:
     assert any(choice_of(recomputed, "vocab-2", family).fits(recomputed) for family in SOME)
 
 
+@pytest.mark.slow
 def test_what_one_change_cannot_do_changes_do_together() -> None:
     asked = request("llama-3.1-405b", 126, 79.0, p=8, m=8)
     (said,) = remedies(asked)

@@ -49,6 +49,7 @@ def question(model: Model, gpus: int = 4, limit_gib: float = 79.0, **fixed: int 
     return Question(model, H100, gpus, 32, limit_gib, fixed)
 
 
+@pytest.mark.slow
 def test_the_best_of_all_ways_is_found() -> None:
     """The search agrees with trying every way, method and rung in turn, without bounds."""
     asked = question(small(), limit_gib=20.0)
@@ -123,6 +124,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return plays
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same answer as by playing and pricing every schedule of every way, with fewer played."""
     asked = question(small("qwen3-30b-a3b", 12), gpus=8, limit_gib=40.0)
