@@ -66,6 +66,10 @@ _PACKED = (
     Recipe(None, 1.0, 0.9, None),
     Recipe(1.0, 1.03, 0.9, 1),
     Recipe(1.25, 1.0, 0.5, None),
+    Recipe(1.0, 1.0, 0.5, 1),
+    Recipe(0.0, 1.03, 0.9, None),
+    Recipe(1.0, 1.0, 0.2, None),
+    Recipe(None, 1.0, 0.5, 0),
 )
 # A lazy W fills bubbles better if it may not delay the next pass by much.
 _PACKED_SPLIT = (_PACKED[1], _PACKED[0], *_PACKED[2:])
@@ -74,10 +78,22 @@ _UNPACKED = (
     Recipe(1.0, 1.0, 0.5, None),
     Recipe(None, 1.0, 0.9, None, packed=True),
     Recipe(0.5, 1.01, 0.1, 1),
+    Recipe(1.0, 1.0, 0.5, 0),  # the best if communication is as long as F
     Recipe(0.0, 1.01, 0.1, 2),
+    Recipe(1.25, 1.06, 0.9, 0),
+    Recipe(1.0, 1.0, 0.9, 1),
+    Recipe(1.0, 1.0, 0.9, None),
+    Recipe(1.0, 1.0, 0.5, 2),
+    Recipe(1.0, 1.0, 0.2, None),
 )
 # All ranks stop for S, so there is little to gain from other orders.
-_INTERLACED = Recipe(None, 1.0, 1.0, None, ahead=0.0)
+_INTERLACED = (
+    Recipe(None, 1.0, 1.0, None, ahead=0.0),
+    Recipe(None, 1.0, 0.5, None, ahead=0.0),
+    Recipe(1.0, 1.0, 0.5, None, ahead=0.0),
+    Recipe(None, 1.0, 1.0, None, ahead=0.1),
+    Recipe(1.0, 1.0, 0.9, None, ahead=0.3),
+)
 # Baseline and redis on 1F1B: the order that Megatron runs, unchanged.
 _TEXTBOOK = Recipe(None, 1.0, 0.0, None, ahead=0.0)
 
@@ -123,7 +139,7 @@ def _recipes(shape: Schedule, family: Family) -> tuple[Recipe, ...]:
     recipes: tuple[Recipe, ...] = _UNPACKED
     if family.packed:
         recipes = _PACKED_SPLIT if family.splits_w else _PACKED
-    return (_INTERLACED, *recipes) if shape.method.in_step else recipes
+    return _INTERLACED + recipes if shape.method.in_step else recipes
 
 
 def _random_hops(random: Random, around: Hops) -> Hops:
