@@ -2,7 +2,7 @@
 
     verl        VERL_USE_EXTERNAL_MODULES=megatron_vocabpar.frameworks.door
     slime       --custom-megatron-init-path megatron_vocabpar.frameworks.door.init
-    ms-swift    --external_plugins FILE, which imports this module
+    ms-swift    --external_plugins examples/ms_swift_plugin.py, which imports this module
 
 ``VOCAB_PARALLEL_FLAGS`` holds flags that go with ``--enable-vocab-parallel``. Next: ``install.py``.
 """

@@ -24,7 +24,6 @@ from megatron_vocabpar.frameworks.bindings import (
 )
 from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE, Checks
 from megatron_vocabpar.frameworks.runner import StepRunner
-from megatron_vocabpar.frameworks.swift import OF_SWIFT
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, recognise
 from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
@@ -92,7 +91,6 @@ def _of_frameworks(config: FlagConfig) -> Iterator[tuple[Binding, Callable[[Any]
     yield from ((binding, partial(answering, binding)) for binding in FUNCTIONS)
     yield from ((binding, partial(refusing, binding)) for binding in REFUSED)
     yield from ((walk.binding, walk.on_whole_layers) for walk in WALKS)
-    yield from ((binding, partial(make, config)) for binding, make in OF_SWIFT.items())
     yield from ((binding, partial(metadata_with_buckets, config=config)) for binding in SAVED)
     checks = Checks(config)
     yield from ((UPDATE, checks.updating), (PROVIDE, checks.providing), (ADAPT, checks.adapting))

@@ -1,4 +1,4 @@
-"""What the doors ask of a framework's settings. Standard library only. Next: ``bridge.py``, ``swift.py``."""
+"""What the doors ask of a framework's settings. Standard library only. Next: ``bridge.py``."""
 
 from __future__ import annotations
 

@@ -58,13 +58,14 @@ def write_data(folder: Path) -> None:
     (folder / "sft.jsonl").write_text("\n".join(json.dumps({"messages": pair["messages"]}) for pair in pairs))
 
 
-def step(rank: int, job: str, flags: str, ours: bool, folder: Path) -> dict[str, Any]:
+def step(rank: int, job: str, flags: str, plugin: Path | None, folder: Path) -> dict[str, Any]:
     """Metrics, gradients and rows of the output layer, and weights of this rank before and after it.
 
     Arrays: Megatron's tensors need Megatron to be unpickled.
 
     Args:
         job: ``sft`` or ``dpo``.
+        plugin: the file that ms-swift is given; None trains with Megatron's own schedules.
         folder: of the checkpoint to start from; it gets ``saved``, another one, before the update.
     """
     environment = {
@@ -87,16 +88,14 @@ def step(rank: int, job: str, flags: str, ours: bool, folder: Path) -> dict[str,
         layers: Any = importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider")
         attention = importlib.import_module("tests.gathered_attention").GatheredAttention
         layers.TESpecProvider.core_attention = lambda _: attention
-        return _step(job, flags, ours, folder)
+        return _step(job, flags, plugin, folder)
 
 
-def _step(job: str, flags: str, ours: bool, folder: Path) -> dict[str, Any]:
+def _step(job: str, flags: str, plugin: Path | None, folder: Path) -> dict[str, Any]:
     module, name, own = _JOBS[job]
     made = getattr(importlib.import_module(f"swift.megatron.pipelines.train.{module}"), name)
-    plugin = folder / "plugin.py"
-    plugin.write_text("import megatron_vocabpar.frameworks.door\n")
     files = f"--model {folder} --dataset {folder / job}.jsonl --output_dir {folder / 'out'}"
-    line = f"{files} {_FLAGS} {own} {flags} {f'--external_plugins {plugin}' if ours else ''}"
+    line = f"{files} {_FLAGS} {own} {flags} {f'--external_plugins {plugin}' if plugin else ''}"
     running = made(line.split())
     args = running.args
     args.callbacks = ["default_flow"]  # no tensorboard

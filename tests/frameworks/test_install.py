@@ -8,9 +8,7 @@ import re
 import subprocess
 import sys
 import types
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, R
 from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
-from megatron_vocabpar.frameworks.swift import checking_arguments
 from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Found
 from megatron_vocabpar.megatron_lm.patch import has_name, original_of
@@ -232,35 +229,3 @@ def test_a_megatron_that_nobody_has_read_is_a_warning_and_strictly_an_error(
     strict = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-strict"})
     with pytest.raises(ValueError, match="--vocab-parallel-strict refuses this version"):
         install(strict)
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"rlhf_type": "grpo"}, "rlhf_type"),
-        ({"tuner_type": "lora"}, "tuner_type"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers"),
-        ({"megatron_model_meta": None}, "model: a class of its own"),
-    ],
-)
-def test_what_ms_swift_has_of_its_own_is_refused(changed: dict[str, Any], says: str) -> None:
-    @dataclass
-    class MegatronArguments:
-        rank: int = 1
-        pipeline_model_parallel_size: int = 2
-        task_type: str = "causal_lm"
-        rlhf_type: str | None = None
-        tuner_type: str = "full"
-        mtp_num_layers: int | None = None
-        megatron_model_meta: Any = field(
-            default_factory=lambda: SimpleNamespace(
-                is_multimodal=False, loader=SimpleNamespace(model_cls=None)
-            )
-        )
-
-    started: list[Any] = []
-    start = checking_arguments(config_from({}), started.append)
-    start(MegatronArguments())
-    with pytest.raises(ValueError, match=says):
-        start(MegatronArguments(**changed))
-    assert started == [MegatronArguments()]

@@ -1,8 +1,9 @@
-"""ms-swift: its arguments, read as Megatron's, and DPO, whose step calls two models.
+"""A plugin for ms-swift, to copy: ``megatron sft --external_plugins ms_swift_plugin.py``.
 
-DPO's ``forward_step`` runs the reference model and the policy side by side and hands both hidden states from
-stage to stage. Here the reference comes first, for all microbatches of an iteration and without gradients:
-the policy's step then calls one model. Read at ms-swift 4.6.0 with mcore-bridge 1.6.5.
+It opens the door, has ms-swift's arguments judged as Megatron's, and changes DPO, whose step calls two
+models: its ``forward_step`` runs the reference model and the policy side by side and hands both hidden states
+from stage to stage. Here the reference comes first, for all microbatches of an iteration and without
+gradients: the policy's step then calls one model. Read at ms-swift 4.6.0 with mcore-bridge 1.6.5.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from megatron.core.models import gpt
 from megatron.core.pipeline_parallel import schedules
 
+import megatron_vocabpar.frameworks.door  # noqa: F401  opens the door, where VOCAB_PARALLEL_FLAGS are read
 from megatron_vocabpar.frameworks.settings import judge, unread
 from megatron_vocabpar.megatron_lm.bindings import Binding
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.patch import installed
 from megatron_vocabpar.pipeline.rules.rule import Rule
 
 _FIELDS = """
@@ -166,3 +169,8 @@ OF_SWIFT: dict[Binding, Callable[[FlagConfig, Any], Any]] = {
     ): reference_first,
 }
 """Names of ms-swift and mcore_bridge, and what makes our objects of them."""
+
+patch = installed()
+assert patch is not None, "the door has just been opened"
+for binding, make in OF_SWIFT.items():
+    patch.replace_when_imported(binding, partial(make, patch.config))
