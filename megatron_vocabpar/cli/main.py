@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar import __version__
-from megatron_vocabpar.plan.names import nearest
+from megatron_vocabpar.names import nearest
 
 VERBS = {
     "schedule": "Print or draw a schedule.",

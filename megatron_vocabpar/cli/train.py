@@ -7,7 +7,6 @@ Next: ``train/job.py``.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,41 @@ import click
 
 from megatron_vocabpar.cli.files import completing, is_quiet
 from megatron_vocabpar.cli.main import RunFailed
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.option import Option, options_of, value_types
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, flag, off_flag
 from megatron_vocabpar.train.output import resumed
 
 _PATHS = ("text", "tokenizer", "costs")
-_TYPES = typing.get_type_hints(TrainConfig)
+_TYPES = value_types(TrainConfig)
 
 
 class _SectionedCommand(click.Command):
     """A command whose ``--help`` keeps the sections of ``TrainConfig``'s fields."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        starts = {field.name: field.metadata["starts"] for field in dataclasses.fields(TrainConfig)}
+        options = options_of(TrainConfig)
         sections: dict[str, list[tuple[str, str]]] = {}
         section = ""
         for parameter in self.get_params(ctx):
-            section = starts.get(parameter.name or "", "Other") or section
+            section = options[parameter.name].section or section if parameter.name in options else "Other"
             sections.setdefault(section, []).extend(filter(None, [parameter.get_help_record(ctx)]))
         for section, rows in sections.items():
             with formatter.section(section):
                 formatter.write_dl(rows)
 
 
-def _option(field: dataclasses.Field[Any]) -> click.Option:
+def _option(name: str, each: Option) -> click.Option:
     """The option of one field; a tuple of names is one text, with commas between the names."""
-    declared, meta = _TYPES[field.name], field.metadata
-    kind = next(t for t in (*typing.get_args(declared), declared) if t in (bool, int, float, str))
+    kind, default = _TYPES[name], getattr(TrainConfig, name)
+    choices = f"[{'|'.join(each.choices)}]" if each.choices else None
     return click.Option(
-        [f"{flag(field.name)}/{off_flag(field.name)}" if kind is bool else flag(field.name), field.name],
+        [f"{flag(name)}/{off_flag(name)}" if kind is bool else flag(name), name],
         type=kind,
-        default=None if field.default == () else field.default,
-        metavar=f"[{'|'.join(meta['choices'])}]" if meta["choices"] else meta["metavar"],
-        shell_complete=completing(METHODS if field.name == "compare" else meta["choices"]),
-        help=meta["help"],
+        default=None if default == () else default,
+        metavar=each.metavar or choices,
+        shell_complete=completing(each.choices),
+        help=each.help,
     )
 
 
@@ -87,6 +86,6 @@ def _train(context: click.Context, **options: Any) -> None:
 train_command = _SectionedCommand(
     "train",
     callback=_train,
-    params=[_option(field) for field in dataclasses.fields(TrainConfig)],
+    params=[_option(name, each) for name, each in options_of(TrainConfig).items()],
     help=_train.__doc__,
 )

@@ -32,7 +32,7 @@ from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv, spell
 from megatron_vocabpar.megatron_lm.patch import Patch, has_name, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
 from megatron_vocabpar.megatron_lm.saved_buckets import metadata_with_buckets, state_of_own_buckets
-from megatron_vocabpar.pipeline.options import asked_for
+from megatron_vocabpar.option import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
 
 _OF_LOGITS = (

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, option
+from megatron_vocabpar.option import option
+from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, claimed_peak, families, family_named
 from megatron_vocabpar.schedule.words.methods import BASELINE, METHODS, VOCAB_2, method_named
 from megatron_vocabpar.schedule.words.placement import Placement

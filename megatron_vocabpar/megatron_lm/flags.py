@@ -10,19 +10,14 @@ Next: ``rules/``, what cannot be combined with Megatron's flags.
 from __future__ import annotations
 
 import argparse
-import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FAMILIES, FlagConfig
-from megatron_vocabpar.pipeline.options import (
-    Option,
-    VocabOptions,
-    asked_for,
-    options_of,
-)
-from megatron_vocabpar.pipeline.rules.options import conflicts, wrong_values
+from megatron_vocabpar.option import Option, asked_for, options_of, value_types, wrong_values
+from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.rules.options import conflicts
 from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.words.methods import (
     BASELINE,
@@ -65,23 +60,24 @@ class Flag:
 
 def _flags_of(record: type) -> Iterator[Flag]:
     """The flags of a record's options, in the order of its fields."""
-    types = typing.get_type_hints(record)
+    types = value_types(record)
+    defaults = {each.name: each.default for each in fields(record)}
     for name, each in options_of(record).items():
         if each.flag is not None:
-            yield Flag(_flag(name, each), _arguments(each, types[name]), name, each.page)
+            several = isinstance(defaults[name], tuple)
+            yield Flag(_flag(name, each), _arguments(each, types[name], several), name, each.page)
 
 
 def _flag(name: str, each: Option) -> str:
     return f"--vocab-parallel-{each.flag or name.replace('_', '-')}"
 
 
-def _arguments(each: Option, declared: Any) -> dict[str, Any]:
-    """The arguments of ``add_argument`` for an option with one value, or without."""
-    if declared is bool:
+def _arguments(each: Option, kind: type, several: bool = False) -> dict[str, Any]:
+    """The arguments of ``add_argument`` for an option without a value, with a value or with several."""
+    if kind is bool:
         return {"action": "store_true", "help": each.help}
-    if typing.get_origin(declared) is tuple:
+    if several:
         return {"nargs": "+", "choices": each.choices, "default": (), "help": each.help}
-    kind = next(kind for kind in (*typing.get_args(declared), declared) if kind in (int, float, str))
     arguments = {"type": kind, "default": each.unset, "help": each.help}
     more = {
         "choices": each.choices,

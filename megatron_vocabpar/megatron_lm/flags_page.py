@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_vocabpar.megatron_lm.flags import FLAGS, PUBLISHED, Flag, spell
 from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
-from megatron_vocabpar.pipeline.rules.options import APART, Apart
+from megatron_vocabpar.pipeline.rules.options import INCOMPATIBLE, Incompatible
 from megatron_vocabpar.pipeline.rules.rule import UNTESTED
 from megatron_vocabpar.schedule.words.methods import METHODS
 
@@ -25,7 +25,7 @@ def flags_table() -> Iterator[str]:
     for flag in FLAGS:
         if flag not in PUBLISHED:
             meaning = f"{_code(flag.arguments['help'])} {flag.page}".strip()
-            against = dict.fromkeys(each for row in APART for each in _against(flag, row))
+            against = dict.fromkeys(each for row in INCOMPATIBLE for each in _against(flag, row))
             yield f"| `{flag.flag}` | {meaning} | {', '.join(against)} |"
 
 
@@ -42,7 +42,7 @@ def _shown(text: str) -> str:
     return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.family_flag}", "the family")))
 
 
-def _against(flag: Flag, rule: Apart) -> Iterator[str]:
+def _against(flag: Flag, rule: Incompatible) -> Iterator[str]:
     """What a row forbids beside a flag: other flags, and methods that partition the vocabulary layers."""
     ruled = flag.field in rule.options
     if ruled and rule.where is not None:

@@ -1,61 +1,19 @@
-"""``VocabOptions``: all options of the vocabulary layers, one a field.
-
-Megatron's flags, their help and the table of flags in ``docs/megatron.md`` are generated from these fields,
-as the options of ``vocabpar train`` are from ``TrainConfig``. Standard library only.
+"""``VocabOptions``: all options of the vocabulary layers, a field for each. Standard library only.
 
 Next: ``rules/``, what cannot be combined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_vocabpar.layers.terms import Distillation
+from megatron_vocabpar.option import asked_for, option
 
 if TYPE_CHECKING:
     from megatron_vocabpar.layers.terms import LossTerms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """How a field is an option.
-
-    Attributes:
-        help: a sentence for ``--help``.
-        page: a further sentence for the table of flags in ``docs/megatron.md``, as Markdown.
-        flag: its name behind ``--vocab-parallel-``; by default the field's name. None: no flag.
-        choices: its values, if it takes only some; those of a field that is a tuple, if it takes several.
-        metavar: the name of its value in ``--help``.
-        unset: its value in parsed arguments if the flag is not given.
-        least: its smallest value.
-    """
-
-    help: str
-    page: str = ""
-    flag: str | None = ""
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    unset: str | None = None
-    least: int | None = None
-
-
-def option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is an option, with its default; ``more`` are attributes of ``Option``."""
-    return field(default=default, metadata={"option": Option(help=help, **more)})
-
-
-def options_of(record: Any) -> dict[str, Option]:
-    """The options of a record or of its class, by the name of their field."""
-    return {each.name: each.metadata["option"] for each in fields(record) if "option" in each.metadata}
-
-
-def asked_for(record: Any, names: Iterable[str]) -> list[str]:
-    """The ``names`` whose field differs from its default, or whose property is not empty."""
-    defaults = {each.name: each.default for each in fields(record)}
-    return [name for name in names if getattr(record, name) != defaults.get(name, ())]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from megatron_vocabpar.plan.names import nearest
+from megatron_vocabpar.names import nearest
 
 
 @dataclass(frozen=True)

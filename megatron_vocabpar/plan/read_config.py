@@ -12,9 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_vocabpar.names import nearest
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.model_flags import beyond_flags, is_gated, model_flags
-from megatron_vocabpar.plan.names import nearest
 from megatron_vocabpar.plan.pattern import check_pattern
 from megatron_vocabpar.plan.read_hybrid import hybrid_of
 from megatron_vocabpar.schedule.data.schema import text_of

@@ -6,16 +6,14 @@ refused job leaves the results folder as it was. Next: ``output.py`` (the result
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_vocabpar.schedule.words.methods import METHODS, REDIS
-from megatron_vocabpar.train.config import TrainConfig, flag
+from megatron_vocabpar.option import wrong_values
+from megatron_vocabpar.schedule.words.methods import REDIS
+from megatron_vocabpar.train.config import TrainConfig, flag, written
 from megatron_vocabpar.train.output import check_output
 from megatron_vocabpar.train.schedules import fitting_families
 from megatron_vocabpar.train.text import check_source
@@ -24,14 +22,6 @@ TRAIN_MODULES = (
     "torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy",
 )  # fmt: skip
 SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
-
-_AT_LEAST_ONE = (
-    "pp", "tp", "dp", "layers", "hidden", "heads", "ffn", "seq_length", "vocab_size",
-    "micro_batch_size", "microbatches", "steps", "eval_iters", "log_interval", "chunks", "max_activations",
-)  # fmt: skip
-_NOT_NEGATIVE = (
-    "warmup", "weight_decay", "clip_grad", "eval_interval", "save_interval", "seed",
-)  # fmt: skip
 
 
 def count_gpus() -> int:
@@ -78,31 +68,8 @@ def resolve_device(
 
 
 def _check_values(config: TrainConfig) -> None:
-    for name, value in vars(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag(name)} is {value}; give a finite number")
-    for name in _AT_LEAST_ONE:
-        value = getattr(config, name)
-        if value is not None and not value >= 1:
-            raise ValueError(f"{flag(name)} is {value}; give at least 1")
-    for name in _NOT_NEGATIVE:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{flag(name)} is {getattr(config, name)}; give 0 or more")
-    if config.seed >= 2**31:
-        raise ValueError(f"--seed is {config.seed}; give less than 2,147,483,648")
-    if config.lr <= 0:
-        raise ValueError(f"--lr is {config.lr}; give a learning rate above 0")
-    for option in dataclasses.fields(config):
-        name, value, choices = option.name, getattr(config, option.name), option.metadata["choices"]
-        if name != "method" and choices and value not in choices:
-            raise ValueError(f"{flag(name)} is {value!r}; choose one of {', '.join(choices)}")
-    for shown, names in (("--method", (config.method,)), ("--compare", config.compare)):
-        for name in names:
-            if name not in METHODS:
-                near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
-                guess = f"did you mean {near[0]}? " if near else ""
-                known = ", ".join(METHODS)
-                raise ValueError(f"{shown}: unknown method {name!r}; {guess}the methods are {known}")
+    for wrong in wrong_values(config, lambda name, value: f"{flag(name)} {written(value)}"):
+        raise ValueError(f"{wrong.asked}: {wrong.against}")
 
 
 def _check_layers(config: TrainConfig) -> None:

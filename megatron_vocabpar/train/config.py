@@ -1,6 +1,8 @@
 """``TrainConfig``: all options of one training job in one frozen record.
 
-A field is an option: its flag, help and default stand here and nowhere else. Ranks read the record as JSON.
+A field is an option: its flag, help, default and limits stand here and nowhere
+else. Ranks read the record as JSON.
+
 Next: ``check.py`` (rules between the fields), then ``job.py`` (what a job does).
 """
 
@@ -9,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_vocabpar.option import asked_for, option, options_of
 from megatron_vocabpar.schedule.make.families import SEARCH, families
 from megatron_vocabpar.schedule.words.methods import DEFAULT, METHODS
 
@@ -20,102 +22,101 @@ _ONCE = ("resume", "overwrite")  # options of one run, not of the job
 TRAINED_VOCABULARY = 8192  # a megabyte of text fills it
 
 
-def _option(
-    default: Any, help: str, starts: str = "", choices: Sequence[str] = (), metavar: str | None = None
-) -> Any:
-    """A field and its option: help text, the section of ``--help`` that begins with it, choices."""
-    metadata = {"help": help, "starts": starts, "choices": choices, "metavar": metavar}
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """One training job. Sizes are counts; None means that the default is derived from other fields."""
 
-    method: str = _option(
-        DEFAULT, "How the vocabulary layers are placed and scheduled.", "Method", choices=tuple(METHODS)
+    method: str = option(
+        DEFAULT,
+        "How the vocabulary layers are placed and scheduled.",
+        section="Method",
+        choices=tuple(METHODS),
     )
-    compare: tuple[str, ...] = _option(
+    compare: tuple[str, ...] = option(
         (),
         "Train with these methods too, in schedules of the same family, and overlay the curves.",
         metavar="METHOD[,METHOD…]",
+        choices=tuple(METHODS),
     )
-    final_stage_layers: int | None = _option(
+    final_stage_layers: int | None = option(
         None, "redis: transformer layers on the last stage (default: balanced by FLOPs)."
     )
 
-    family: str = _option(
+    family: str = option(
         "1f1b",
         "What the vocabulary passes are woven into, for every method of the job; search: the fastest found "
         "in all families, which takes some seconds.",
-        "Schedule",
+        section="Schedule",
         choices=(*families(), SEARCH),
     )
-    chunks: int | None = _option(
-        None, "Model chunks on each rank (default: the family's own number; search: any)."
+    chunks: int | None = option(
+        None,
+        "Model chunks on each rank (default: the family's own number; search: any).",
+        least=1,
     )
-    max_activations: float | None = _option(
+    max_activations: float | None = option(
         None,
         "Most microbatches whose activations a rank may hold, at least 1 (default: what the family needs; "
         "search: what 1f1b needs).",
+        least=1,
     )
-    costs: str | None = _option(
+    costs: str | None = option(
         None,
         "Times of the passes as JSON, to make the schedule for (default: the paper's proportions).",
         metavar="FILE",
     )
 
-    pp: int = _option(4, "Pipeline stages.", "Processes")
-    tp: int = _option(1, "Tensor-parallel ranks per stage.")
-    dp: int = _option(1, "Data-parallel replicas.")
-    sequence_parallel: bool = _option(True, "Sequence parallelism where --tp is above 1.")
-    distributed_optimizer: bool = _option(False, "Shard the optimizer state over the replicas.")
-    overlap_grad_reduce: bool = _option(False, "Reduce gradients while the backward runs.")
-    device: str = _option("auto", "auto: a GPU a process, or the CPU.", choices=("auto", "cpu", "cuda"))
+    pp: int = option(4, "Pipeline stages.", section="Processes", least=1)
+    tp: int = option(1, "Tensor-parallel ranks per stage.", least=1)
+    dp: int = option(1, "Data-parallel replicas.", least=1)
+    sequence_parallel: bool = option(True, "Sequence parallelism where --tp is above 1.")
+    distributed_optimizer: bool = option(False, "Shard the optimizer state over the replicas.")
+    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward runs.")
+    device: str = option("auto", "auto: a GPU a process, or the CPU.", choices=("auto", "cpu", "cuda"))
 
-    layers: int = _option(8, "Transformer layers.", "Model")
-    hidden: int = _option(64, "Hidden size.")
-    heads: int = _option(4, "Attention heads.")
-    ffn: int | None = _option(None, "Feed-forward size (default: 4 × hidden).")
-    seq_length: int = _option(128, "Tokens per sequence.")
-    vocab_size: int = _option(65536, "Vocabulary of the model, at least the tokenizer's.")
-    tied: bool = _option(False, "One weight for the input and output layers.")
-    position: str = _option("learned", "Position embedding.", choices=("learned", "rope"))
-    dtype: str = _option("fp32", "bf16 keeps main gradients in fp32.", choices=("fp32", "bf16"))
+    layers: int = option(8, "Transformer layers.", section="Model", least=1)
+    hidden: int = option(64, "Hidden size.", least=1)
+    heads: int = option(4, "Attention heads.", least=1)
+    ffn: int | None = option(None, "Feed-forward size (default: 4 × hidden).", least=1)
+    seq_length: int = option(128, "Tokens per sequence.", least=1)
+    vocab_size: int = option(65536, "Vocabulary of the model, at least the tokenizer's.", least=1)
+    tied: bool = option(False, "One weight for the input and output layers.")
+    position: str = option("learned", "Position embedding.", choices=("learned", "rope"))
+    dtype: str = option("fp32", "bf16 keeps main gradients in fp32.", choices=("fp32", "bf16"))
 
-    micro_batch_size: int = _option(2, "Sequences per microbatch.", "Training")
-    microbatches: int = _option(8, "Microbatches per step and data-parallel replica.")
-    steps: int = _option(8, "Optimizer steps in all, those before a resume included.")
-    lr: float = _option(3e-3, "Learning rate.")
-    warmup: int = _option(3, "Steps of linear warm-up (fewer than --steps).")
-    weight_decay: float = _option(0.01, "Weight decay.")
-    clip_grad: float = _option(1.0, "Largest gradient norm (0: do not clip).")
-    seed: int = _option(1234, "Seed of the weights and of the order of the data.")
+    micro_batch_size: int = option(2, "Sequences per microbatch.", section="Training", least=1)
+    microbatches: int = option(8, "Microbatches per step and data-parallel replica.", least=1)
+    steps: int = option(8, "Optimizer steps in all, those before a resume included.", least=1)
+    lr: float = option(3e-3, "Learning rate.", above=0)
+    warmup: int = option(3, "Steps of linear warm-up (fewer than --steps).", least=0)
+    weight_decay: float = option(0.01, "Weight decay.", least=0)
+    clip_grad: float = option(1.0, "Largest gradient norm (0: do not clip).", least=0)
+    seed: int = option(1234, "Seed of the weights and of the order of the data.", least=0, most=2**31 - 1)
 
-    text: str | None = _option(
+    text: str | None = option(
         None,
         "A text file, a folder of text files, or a Megatron indexed dataset without its .bin/.idx "
         "(default: the standard library's Python source).",
-        "Data",
+        section="Data",
         metavar="PATH",
     )
-    tokenizer: str | None = _option(
+    tokenizer: str | None = option(
         None, "A tokenizer.json (default: one is trained on the text).", metavar="PATH"
     )
-    tokenizer_vocab_size: int | None = _option(
+    tokenizer_vocab_size: int | None = option(
         None,
         f"Vocabulary of the tokenizer that is trained (default: {TRAINED_VOCABULARY}, or --vocab-size if "
         "less; the model's other ids are padding).",
     )
-    eval_interval: int = _option(4, "Steps between evaluations (0: never).")
-    eval_iters: int = _option(1, "Steps' worth of microbatches per evaluation.")
+    eval_interval: int = option(4, "Steps between evaluations (0: never).", least=0)
+    eval_iters: int = option(1, "Steps' worth of microbatches per evaluation.", least=1)
 
-    output: str = _option("vocabpar-out", "The results folder.", "Results", metavar="FOLDER")
-    resume: bool = _option(False, "Go on from the checkpoints in the folder.")
-    overwrite: bool = _option(False, "Replace the results of an earlier job in this folder.")
-    log_interval: int = _option(1, "Steps between updates of the progress line.")
-    save_interval: int = _option(0, "Steps between checkpoints (0: only at the end).")
-    save: bool = _option(True, "Write a checkpoint at the end.")
+    output: str = option("vocabpar-out", "The results folder.", section="Results", metavar="FOLDER")
+    resume: bool = option(False, "Go on from the checkpoints in the folder.")
+    overwrite: bool = option(False, "Replace the results of an earlier job in this folder.")
+    log_interval: int = option(1, "Steps between updates of the progress line.", least=1)
+    save_interval: int = option(0, "Steps between checkpoints (0: only at the end).", least=0)
+    save: bool = option(True, "Write a checkpoint at the end.")
 
     @property
     def world_size(self) -> int:
@@ -180,15 +181,20 @@ def off_flag(name: str) -> str:
     return "--untied" if name == "tied" else flag(f"no_{name}")
 
 
+def written(value: Any) -> str:
+    """A value as an option of ``vocabpar train`` takes it."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
 def command_line(config: TrainConfig) -> list[str]:
     """The command that asks for ``config``: what differs from the defaults, without resume and overwrite."""
     words = ["vocabpar", "train"]
-    for option in dataclasses.fields(TrainConfig):
-        value = getattr(config, option.name)
-        if value == option.default or option.name in _ONCE:
+    for name in asked_for(config, options_of(config)):
+        value = getattr(config, name)
+        if name in _ONCE:
             continue
         if isinstance(value, bool):
-            words.append(flag(option.name) if value else off_flag(option.name))
+            words.append(flag(name) if value else off_flag(name))
         else:
-            words += [flag(option.name), ",".join(value) if isinstance(value, tuple) else str(value)]
+            words += [flag(name), written(value)]
     return words

@@ -9,9 +9,10 @@ import pytest
 
 from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.megatron_lm.flags import spell
-from megatron_vocabpar.pipeline.options import VocabOptions, options_of
+from megatron_vocabpar.option import options_of
+from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.options import APART, OPTIONS, conflicts
+from megatron_vocabpar.pipeline.rules.options import INCOMPATIBLE, OPTIONS, conflicts
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule, ask, require
 from megatron_vocabpar.schedule.words.methods import METHODS
 
@@ -85,7 +86,7 @@ def test_every_option_goes_alone_with_methods_that_partition(method: str) -> Non
 
 
 def test_rules_name_options() -> None:
-    names = {name for rule in APART for name in (*rule.options, *rule.others)}
+    names = {name for rule in INCOMPATIBLE for name in (*rule.options, *rule.others)}
     assert names == {*options_of(VocabOptions), "gradients"}
 
 

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli import train as verb
+from megatron_vocabpar.option import options_of
 from megatron_vocabpar.train.config import TrainConfig, command_line, flag
 
 OTHER = TrainConfig(
@@ -50,6 +51,7 @@ def test_the_command_line_asks_for_the_same(config: TrainConfig) -> None:
 
 def test_every_field_has_an_option_with_help() -> None:
     shown = CliRunner().invoke(verb.train_command, ["--help"]).output
-    for option in dataclasses.fields(TrainConfig):
-        assert flag(option.name) in shown
-        assert option.metadata["help"].split()[0] in shown
+    assert [*options_of(TrainConfig)] == [field.name for field in dataclasses.fields(TrainConfig)]
+    for name, option in options_of(TrainConfig).items():
+        assert flag(name) in shown
+        assert option.help.split()[0] in shown

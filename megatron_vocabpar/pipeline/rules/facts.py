@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
-from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions, asked_for, options_of
+from megatron_vocabpar.option import asked_for, options_of
+from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.schedule.words.methods import Method
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What cannot be combined among ``VocabOptions``: ``OPTIONS``, from a row each in ``APART``.
+"""What cannot be combined among ``VocabOptions``: ``OPTIONS``, from the rows of ``INCOMPATIBLE``.
 
 Every door spells the names in its own way: a launch line ``--vocab-parallel-invariant``, a program
 ``invariant=True``. Standard library only.
@@ -6,16 +6,15 @@ Every door spells the names in its own way: a launch line ``--vocab-parallel-inv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+from megatron_vocabpar.option import Conflict, options_of, wrong_values
 from megatron_vocabpar.pipeline.options import (
     OF_EXPONENTIALS,
     TERMS,
     WITHOUT_EXPONENTIALS,
     VocabOptions,
-    options_of,
 )
 from megatron_vocabpar.pipeline.rules.facts import Facts, Spelling, in_python
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Level, Rule, ask
@@ -23,15 +22,8 @@ from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.passes import PassType
 
 
-class Clash(NamedTuple):
-    """What is asked for, and what stands against it."""
-
-    asked: str
-    against: str
-
-
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Incompatible:
     """Options that cannot be combined with other options, or with some methods.
 
     Attributes:
@@ -50,7 +42,7 @@ class Apart:
     where: Callable[[Method], bool] | None = None
     level: Level = IMPOSSIBLE
 
-    def clash(self, facts: Facts) -> Clash | None:
+    def conflict(self, facts: Facts) -> Conflict | None:
         """What stands against each other in these facts."""
         if self.where is not None:
             found = facts.method is not None and self.where(facts.method)
@@ -59,10 +51,10 @@ class Apart:
             others = facts.spelled(*self.others)
             against = f"not with {others}" if others else ""
         asked = facts.spelled(*self.options)
-        return Clash(asked, against) if asked and against else None
+        return Conflict(asked, against) if asked and against else None
 
     def rule(self) -> Rule:
-        return Rule("{found.asked}", self.clash, f"{{found.against}}, {self.why}", self.do, self.level)
+        return Rule("{found.asked}", self.conflict, f"{{found.against}}, {self.why}", self.do, self.level)
 
 
 def _is_whole(method: Method) -> bool:
@@ -79,56 +71,45 @@ def _is_no_chain(method: Method) -> bool:
 
 _OR = "leave out the one or the other"
 
-APART = (
-    Apart(tuple(options_of(VocabOptions)), "which does not partition the output layer",
+INCOMPATIBLE = (
+    Incompatible(tuple(options_of(VocabOptions)), "which does not partition the output layer",
         "use vocab-1 or vocab-2", where=_is_whole),
-    Apart(("recompute", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
+    Incompatible(("recompute", "invariant", "label_smoothing", "fp8_head", *OF_EXPONENTIALS),
         "which keeps its logits between two barriers", "use vocab-1 or vocab-2, or leave it out",
         where=_keeps_logits),
-    Apart(("recompute", "rows_per_chunk", "label_smoothing", "fp8_head"),
+    Incompatible(("recompute", "rows_per_chunk", "label_smoothing", "fp8_head"),
         "which is computed in blocks of its own", "keep one of them", others=("invariant",)),
-    Apart(("fp8_head",), "another precision of the same operands", "keep one of them",
+    Incompatible(("fp8_head",), "another precision of the same operands", "keep one of them",
         others=("fp32_head",)),
-    Apart(OF_EXPONENTIALS, "which leave no plain exponentials to make it of", _OR,
+    Incompatible(OF_EXPONENTIALS, "which leave no plain exponentials to make it of", _OR,
         others=WITHOUT_EXPONENTIALS),
-    Apart(("distillation", "top_logprobs"), "whose output layer is no chain of S, C1 and T",
+    Incompatible(("distillation", "top_logprobs"), "whose output layer is no chain of S, C1 and T",
         "use vocab-1 or vocab-2", where=_is_no_chain),
-    Apart(("distillation",),
+    Incompatible(("distillation",),
         "which leave no plain exponentials to compare with a teacher's, or have a gradient of their own",
         _OR, others=(*WITHOUT_EXPONENTIALS, "gradients")),
-    Apart(("top_logprobs",),
+    Incompatible(("top_logprobs",),
         "which leave no plain exponentials, or not those of all tokens, to take them from", _OR,
         others=(*WITHOUT_EXPONENTIALS, "drop_masked")),
-    Apart(("top_logprobs",), "with which they have not been run", _OR,
+    Incompatible(("top_logprobs",), "with which they have not been run", _OR,
         others=("gradients", "distillation"), level=UNTESTED),
 )  # fmt: skip
 """What cannot be combined."""
 
 
-def _of_no_loss(facts: Facts) -> Clash | None:
+def _of_no_loss(facts: Facts) -> Conflict | None:
     """The terms of a loss that ``LossTerms`` refuses, and what it says."""
     try:
         assert facts.options.terms
     except ValueError as error:
-        return Clash(facts.spelled(*TERMS), str(error))
+        return Conflict(facts.spelled(*TERMS), str(error))
     return None
-
-
-def wrong_values(record: Any, spell: Spelling) -> Iterator[Clash]:
-    """Each option of a record that is below its least value or not among its choices, and what to give."""
-    for name, each in options_of(record).items():
-        value = getattr(record, name)
-        if value is not None and each.least is not None and not value >= each.least:
-            yield Clash(spell(name, value), f"give {each.least} or more")
-        values = value if isinstance(value, tuple) else (value,)
-        if value is not None and each.choices and not {*values} <= {*each.choices}:
-            yield Clash(spell(name, value), f"choose one of {', '.join(each.choices)}")
 
 
 OPTIONS = (
     Rule("{found.asked}", lambda facts: next(wrong_values(facts.options, facts.spell), None),
         "{found.against}", do=""),
-    *(each.rule() for each in APART),
+    *(each.rule() for each in INCOMPATIBLE),
     Rule("{found.asked}", _of_no_loss, "{found.against}", do=""),
 )  # fmt: skip
 
