@@ -26,11 +26,18 @@ from lab.kernels.output_layer import (
     refusal,
 )
 from lab.memory import peak_mib
-from lab.timing import ROTATED, Contender, ratio, time_rounds
+from lab.timing import ROTATED, Apart, Contender, host_and_device, ratio, time_rounds
+from megatron_vocabpar.layers.gemm import add_product_
 from megatron_vocabpar.layers.partition import VocabRange, padded_vocab_size
+from megatron_vocabpar.schedule.words.methods import VOCAB_1, VOCAB_2
 
-SCALED = ("vocab-1", "vocab-2")
+PASSES = tuple(name for name, mode in METHODS.items() if not mode.invariant)
+"""Methods that are timed in turn with all others; the invariant ones take fifty times as long."""
+
+SCALED = (VOCAB_1, VOCAB_2)
 """Methods that are timed on the whole vocabulary too."""
+
+PUBLISHED = ("published-1", "published-2")
 
 MOST_RMS = {"cpu": 1e-5, "cuda": 2e-5}
 """Of log-probabilities: sums of an H200's 16-bit products with H 5120 have 1.4e-5."""
@@ -54,18 +61,20 @@ class Shape:
         return self.padded // self.p
 
 
-def shapes(device: torch.device, quick: bool) -> list[Shape]:
-    """The paper's shapes on a GPU; on the CPU the paper's n with a small H, which say nothing about a GPU.
+def shapes(device: torch.device) -> list[Shape]:
+    """The paper's models on a GPU, and a larger one; on the CPU the paper's n with a small H.
 
-    With the paper's H one core would spend all its time in the products.
+    The CPU's say nothing about a GPU: with the paper's H one core would spend all its time in the products.
     """
-    vocabularies: tuple[int, ...]
     if device.type == "cpu":
-        hidden = (128,) if quick else (128, 256)
-        return [Shape(2048, h, 32768, p) for h in hidden for p in (8, 16)]
-    models = {8: 3072, 16: 4096, 32: 5120}
-    tokens, vocabularies = ((2048,), (131072,)) if quick else ((2048, 4096), (32768, 65536, 131072, 262144))
-    return [Shape(n, hidden, v, p) for n in tokens for p, hidden in models.items() for v in vocabularies]
+        return [Shape(2048, hidden, 32768, p) for hidden in (128, 256) for p in (8, 16)]
+    models = {8: 3072, 16: 4096, 32: 5120, 64: 8192}
+    return [
+        Shape(n, hidden, vocab_size, p)
+        for n in (2048, 8192)
+        for vocab_size in (131072, 262144)
+        for p, hidden in models.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,10 @@ class LayerTiming:
 
     Speedups are medians over the rounds of the contender's time over ours; ``ratio_to_gemms`` is ours over
     the bare products. ``scaling_percent`` is the whole vocabulary's time on one device over p, over ours.
-    ``others_*`` are by the layer's name; ``not_measured`` says why one is missing.
+    ``others_*`` are by the layer's name; ``not_measured`` says why one is missing. ``host_ms`` and
+    ``device_ms`` are by contender, measured apart on a GPU (``timing.py``): ``ours``; ``share``, ours with
+    the average share of targets; ``gemms``, ``published``, ``pytorch`` and the others. ``ours_ms`` has both,
+    one beside the other.
     """
 
     kind: str
@@ -104,6 +116,8 @@ class LayerTiming:
     peak_mib: float | None = None
     log_probability_rms: float | None = None
     dx_error_by_p_target: dict[str, float] | None = None
+    host_ms: dict[str, float] = field(default_factory=dict)
+    device_ms: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
@@ -121,34 +135,46 @@ def _where(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 
 def measure_output(
-    shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int, with_scaling: bool
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
+    *,
+    methods: Sequence[str] = PASSES,
+    with_scaling: bool = True,
 ) -> list[LayerTiming]:
-    """S and T of every method on one shard, beside all contenders.
+    """S and T of methods on one shard, beside the bare products; those of ``PASSES`` beside all contenders.
 
     Args:
         with_scaling: also time the whole vocabulary on this device, for the scaling against 1/p.
     """
     layer = _layer(shape, shape.rows_of_weight, device, dtype)
     exact = layer.exact(0)
-    results = {method: layer.both(0, method) for method in METHODS}
+    results = {method: layer.both(0, method) for method in methods}
     wrong = {method: errors(softmax.nll, dx, exact) for method, (softmax, dx) in results.items()}
-    mean_loss = float(results["vocab-1"][0].nll.mean())
+    mean_loss = float(results[methods[0]][0].nll.mean())
     del results
 
-    others, reasons = output_contenders(layer, mean_loss)
-    contenders: dict[str, Contender] = {"gemms": _three_products(layer), **others}
-    contenders |= {method: partial(layer.both, method=method) for method in METHODS}
+    ours: dict[str, Contender] = {method: partial(layer.both, method=method) for method in methods}
+    others, reasons = output_contenders(layer, mean_loss) if {*methods} <= {*PASSES} else ({}, {})
+    contenders: dict[str, Contender] = {"gemms": _three_products(layer), **others, **ours}
     times = time_rounds(contenders, rounds, device, _calls(device))
-    halves = {method: _halves(layer, method, rounds, device) for method in METHODS}
-    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in METHODS}
+    halves = {method: _halves(layer, method, rounds, device) for method in methods}
+    kept_by_s = {method: kept_mib(layer.s(0, method)[0]) for method in methods}
+    apart: dict[str, Apart] = {}
     peaks: dict[str, float] = {}
     if device.type == "cuda":  # on the CPU, measuring memory would slow down what comes after
+        share = layer.with_share(shape.p)
+        shares = {_shared(method): partial(share.both, method=method) for method in methods}
+        apart = host_and_device(contenders | shares, rounds, device, _calls(device))
         measured = {name: peak_mib(partial(run, 0), device) for name, run in contenders.items()}
         peaks = {name: mib for name, mib in measured.items() if mib is not None}
-    del layer, contenders, others  # room for the whole vocabulary
-    whole = _whole_ms(shape, device, dtype, max(2, rounds // 3)) if with_scaling else {}
+        del share, shares
+    del layer, contenders, others, ours  # room for the whole vocabulary
+    scaled = [method for method in methods if method in SCALED and with_scaling]
+    whole = _whole_ms(shape, device, dtype, max(2, rounds // 3), scaled)
     rows = []
-    for method in METHODS:
+    for method in methods:
         rms, dx_errors = wrong[method]
         reason = refusal(rms, dx_errors, MOST_RMS[device.type])
         ours_ms = statistics.median(times[method])
@@ -157,6 +183,7 @@ def measure_output(
             method=method,
             **_where(shape, device, dtype),
             **_beside(method, times, peaks),
+            **_apart(method, apart),
             ours_ms=ours_ms,
             s_ms=halves[method][0],
             t_ms=halves[method][1],
@@ -172,10 +199,24 @@ def measure_output(
     return rows
 
 
+def _shared(method: str) -> str:
+    """The name of a method's passes with the average share of targets."""
+    return f"{method}, share"
+
+
+def _published(method: str) -> str:
+    """The name of the published passes that a method is compared with."""
+    return "published-2" if method == VOCAB_2 else "published-1"
+
+
+def _others(times: Mapping[str, Any]) -> list[str]:
+    """The other layers among the contenders."""
+    return [name for name in times if name.partition(",")[0] not in (*METHODS, "gemms", *PUBLISHED)]
+
+
 def _beside(method: str, times: Mapping[str, Sequence[float]], peaks: Mapping[str, float]) -> dict[str, Any]:
     """The fields of a row that compare a method with the products, the published passes and other layers."""
-    published = "published-2" if method == "vocab-2" else "published-1"
-    others = [name for name in times if name not in (*METHODS, "gemms", "published-1", "published-2")]
+    published, others = _published(method), _others(times)
     median = {name: statistics.median(values) for name, values in times.items()}
     speedup = {name: ratio(times[name], times[method]) for name in times}
     return {
@@ -191,28 +232,43 @@ def _beside(method: str, times: Mapping[str, Sequence[float]], peaks: Mapping[st
     }
 
 
+def _apart(method: str, apart: Mapping[str, Apart]) -> dict[str, Any]:
+    """The fields of a row that tell the host and the device apart."""
+    names = {"ours": method, "share": _shared(method), "gemms": "gemms", "published": _published(method)}
+    named = {shown: apart[name] for shown, name in names.items() if name in apart}
+    named |= {name: apart[name] for name in _others(apart)}
+    return {
+        "host_ms": {name: each.host_ms for name, each in named.items()},
+        "device_ms": {name: each.device_ms for name, each in named.items()},
+    }
+
+
 def _layer(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> OutputLayer:
     return OutputLayer(shape.n, shape.hidden, VocabRange(0, rows, rows), device, dtype)
 
 
-def _whole_ms(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, float]:
+def _whole_ms(
+    shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int, methods: Sequence[str]
+) -> dict[str, float]:
+    """By method, milliseconds of the whole vocabulary on one device."""
+    if not methods:
+        return {}
     full = _layer(shape, shape.padded, device, dtype)
-    runs = {method: partial(full.both, method=method) for method in SCALED}
+    runs = {method: partial(full.both, method=method) for method in methods}
     times = time_rounds(runs, rounds, device, _calls(device))
     return {method: statistics.median(values) for method, values in times.items()}
 
 
 def _three_products(layer: OutputLayer) -> Contender:
-    """The bare products, without chunks, into existing tensors of the operands' dtype."""
+    """The bare products, without chunks: into existing tensors, and as in stock into a sum in fp32."""
     x, weight = layer.inputs[0].x, layer.weight
     logits, grad = x.new_empty(len(x), len(weight)), torch.empty_like(x)
-    weight_grad = torch.empty_like(weight)
 
     def run(i: int) -> None:
         x = layer.inputs[i].x
         torch.mm(x, weight.t(), out=logits)
         torch.mm(logits, weight, out=grad)
-        torch.mm(logits.t(), x, out=weight_grad)
+        add_product_(layer.main_grad, logits.t(), x)
 
     return run
 

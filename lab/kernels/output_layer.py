@@ -6,6 +6,7 @@ The shard owns every target, the most work that a shard can have; there is no co
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -98,6 +99,16 @@ class OutputLayer:
         self.main_grad = torch.zeros(shard.rows, hidden, device=device)
         # As in training, exponentials overwrite those of an earlier microbatch.
         self.exponentials = torch.empty(n, shard.rows, dtype=dtype, device=device)
+
+    def with_share(self, p: int) -> OutputLayer:
+        """The same layer with one of ``p`` targets, the share that a shard owns on average."""
+        layer = copy(self)
+        is_owned = torch.arange(len(self.g), device=self.g.device) % p == 0
+        layer.inputs = [
+            Inputs(x, torch.where(is_owned, targets, self.shard.stop)) for x, targets in self.inputs
+        ]
+        layer.owned = [owned_targets(target_rows(each.targets, self.shard)) for each in layer.inputs]
+        return layer
 
     def s(self, i: int, method: str) -> tuple[OutputState | BlockState, Softmax]:
         """Pass S on inputs ``i``, and what C1 makes of it on one rank."""

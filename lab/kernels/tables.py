@@ -13,8 +13,11 @@ from lab.kernels.measured import LayerTiming
 
 
 def print_kernels(rows: Sequence[LayerTiming], where: Mapping[str, str]) -> None:
-    """One table per shape: milliseconds, and ratios as medians over the rounds."""
-    console = Console(width=150)
+    """One table per shape: milliseconds, and ratios as medians over the rounds.
+
+    On a GPU the host's and the device's milliseconds stand beside those of both together.
+    """
+    console = Console(width=190)
     console.print(", ".join(f"{name} {value}" for name, value in where.items()))
     for shape, group in groupby(rows, key=lambda r: (r.n, r.hidden, r.vocab_size, r.p, r.rows_of_weight)):
         n, hidden, vocab_size, p, shard = shape
@@ -25,6 +28,10 @@ def print_kernels(rows: Sequence[LayerTiming], where: Mapping[str, str]) -> None
             "S ms": [number(r.s_ms) for r in members],
             "T ms": [number(r.t_ms) for r in members],
             "ours ms": [number(r.ours_ms) for r in members],
+            "host ms": [number(r.host_ms.get("ours")) for r in members],
+            "device ms": [number(r.device_ms.get("ours")) for r in members],
+            "1/p of targets": [number(r.device_ms.get("share")) for r in members],
+            "GEMMs, device": [number(r.device_ms.get("gemms")) for r in members],
             "3 GEMMs": [number(r.three_gemms_ms) for r in members],
             "ours/GEMMs": [number(r.ratio_to_gemms) for r in members],
             "published": [number(r.published_ms) for r in members],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -12,7 +13,10 @@ from megatron_vocabpar.cli.files import FORMAT
 
 
 @click.command("kernels")
-@click.option("--quick", is_flag=True, help="Fewer shapes: about a minute.")
+@click.option("--tokens", type=int, multiple=True, help="Only shapes with so many tokens; may be repeated.")
+@click.option("--vocab-size", type=int, multiple=True, help="Only shapes with so many ids.")
+@click.option("--p", type=int, multiple=True, help="Only shapes of so many shards.")
+@click.option("--invariant", is_flag=True, help="The slow passes whose results do not depend on p.")
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option(
     "--dtype",
@@ -21,7 +25,7 @@ from megatron_vocabpar.cli.files import FORMAT
     default="auto",
     help="Of X and the weight; auto is bfloat16 on a GPU, float32 on the CPU.",
 )
-@click.option("--rounds", default=15, help="Measured rounds of every shape.")
+@click.option("--rounds", default=9, help="Measured rounds of every shape.")
 @FORMAT
 @click.option(
     "--save",
@@ -29,12 +33,20 @@ from megatron_vocabpar.cli.files import FORMAT
     help="A folder; the JSON is also written there, to <device>_<date>.json.",
 )
 def kernels_command(
-    quick: bool, device: str, dtype_name: str, rounds: int, output_format: str, save: Path | None
+    tokens: Sequence[int],
+    vocab_size: Sequence[int],
+    p: Sequence[int],
+    invariant: bool,
+    device: str,
+    dtype_name: str,
+    rounds: int,
+    output_format: str,
+    save: Path | None,
 ) -> None:
     """S, T, IF and IB of one shard, beside bare products, the published passes and other layers."""
     import torch
 
-    from lab.kernels.measured import measure_input, measure_output, shapes
+    from lab.kernels.measured import METHODS, PASSES, measure_input, measure_output, shapes
     from lab.kernels.tables import print_kernels
     from megatron_vocabpar.doctor.environment import environment, file_name
 
@@ -50,10 +62,22 @@ def kernels_command(
     dtype = getattr(torch, dtype_name)
     if device == "cpu":
         torch.set_num_threads(1)
+    chosen = [
+        shape
+        for shape in shapes(where)
+        if all(
+            not asked or value in asked
+            for value, asked in ((shape.n, tokens), (shape.vocab_size, vocab_size), (shape.p, p))
+        )
+    ]
+    if not chosen:
+        known = "; ".join(f"{shape.n} tokens, {shape.vocab_size} ids, p {shape.p}" for shape in shapes(where))
+        raise click.BadParameter(f"no shape has all of these; there are: {known}")
+    methods = tuple(name for name in METHODS if name not in PASSES) if invariant else PASSES
     rows = []
-    for shape in shapes(where, quick):
-        rows += measure_output(shape, where, dtype, rounds, with_scaling=True)
-        rows += measure_input(shape, where, dtype, rounds)
+    for shape in chosen:
+        rows += measure_output(shape, where, dtype, rounds, methods=methods)
+        rows += [] if invariant else measure_input(shape, where, dtype, rounds)
         measured = f"n {shape.n}, hidden {shape.hidden}, vocabulary {shape.vocab_size}, p {shape.p}"
         click.echo(f"measured {measured}", err=True)
     about = environment(where)

@@ -15,7 +15,7 @@ import time
 _SMALL = "--pp 2 --layers 4 --hidden 32 --seq-length 32 --vocab-size 512 --device cuda"
 _KERNELS = """
 from lab.kernels import measured as kernels
-kernels.shapes = lambda *_: [kernels.Shape(256, 64, 2048, 8)]
+kernels.shapes = lambda _: [kernels.Shape(256, 64, 2048, 8)]
 from lab.__main__ import main
 main(["kernels", "--device", "cuda", "--rounds", "2"])
 """

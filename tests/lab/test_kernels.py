@@ -14,11 +14,14 @@ from torch.nn import functional
 from lab.kernels import measured as kernels
 from lab.kernels.measured import Shape, measure_input, measure_output, shapes
 from lab.kernels.others import ON_ANY_DEVICE, OTHERS, forward_backward
+from lab.kernels.output_layer import OutputLayer
 from lab.kernels.published import published_pass
 from lab.kernels.record import record_table
+from lab.timing import ROTATED
 from lab.verbs.kernels import kernels_command
 from megatron_vocabpar.doctor.environment import file_name
 from megatron_vocabpar.layers.output.plain import OutputState
+from megatron_vocabpar.layers.partition import VocabRange
 from tests.layers import reference
 
 CPU = torch.device("cpu")
@@ -61,8 +64,8 @@ def test_pytorch_gives_the_layers_result(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None:
-    rows = measure_output(SMALL, CPU, dtype, rounds=2, with_scaling=True)
-    assert [row.method for row in rows] == ["vocab-1", "vocab-2", "vocab-1-recompute", "vocab-1-invariant"]
+    rows = measure_output(SMALL, CPU, dtype, rounds=2)
+    assert [row.method for row in rows] == ["vocab-1", "vocab-2", "vocab-1-recompute"]
     for row in rows:
         assert row.refused == {}
         assert row.rows_of_weight == 4000
@@ -72,12 +75,16 @@ def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None
         assert row.others_ms.keys() == {"frozen", *PYTORCHS} == row.speedup_over_others.keys()
         assert row.not_measured.keys() == OTHERS.keys() - row.others_ms.keys()
         assert row.dx_error_by_p_target
-    stored, with_a, recomputed, invariant = (row.kept_mib for row in rows)
+    (invariant,) = measure_output(SMALL, CPU, dtype, rounds=2, methods=["vocab-1-invariant"])
+    assert invariant.ours_ms > 0
+    assert invariant.refused == invariant.others_ms == invariant.not_measured == {}
+    stored, with_a, recomputed = (row.kept_mib for row in rows)
     assert stored is not None
     assert with_a is not None
     assert recomputed is not None
+    assert invariant.kept_mib is not None
     assert with_a > stored > recomputed
-    assert invariant >= stored
+    assert invariant.kept_mib >= stored
     inputs = measure_input(SMALL, CPU, dtype, rounds=2)
     assert [row.method for row in inputs] == ["IF", "IB", "IF+IB"]
 
@@ -85,22 +92,40 @@ def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None
 def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = OutputState.input_gradient
     monkeypatch.setattr(OutputState, "input_gradient", lambda *args: 1.01 * right(*args))
-    rows = {row.method: row for row in measure_output(SMALL, CPU, torch.float32, 1, with_scaling=False)}
+    methods = ("vocab-1", "vocab-2", "vocab-1-invariant")
+    measured = measure_output(SMALL, CPU, torch.float32, 1, methods=methods, with_scaling=False)
+    rows = {row.method: row for row in measured}
     for method in ("vocab-1", "vocab-2"):
         assert "row error of dX" in rows[method].refused["ours"]
     assert rows["vocab-1-invariant"].refused == {}  # whose passes are others
 
 
-def test_a_gpu_gets_the_papers_shapes() -> None:
-    cuda = torch.device("cuda")
-    assert len(shapes(cuda, quick=False)) == 24
-    assert {(s.p, s.hidden) for s in shapes(cuda, quick=True)} == {(8, 3072), (16, 4096), (32, 5120)}
+def test_a_gpu_gets_the_papers_shapes_and_larger_ones() -> None:
+    found = {(s.p, s.hidden) for s in shapes(torch.device("cuda")) if s.n == 2048 and s.vocab_size == 131072}
+    assert found == {(8, 3072), (16, 4096), (32, 5120), (64, 8192)}
+    assert {s.n for s in shapes(torch.device("cuda"))} == {2048, 8192}
+
+
+def test_a_shard_has_the_average_share_of_targets() -> None:
+    layer = OutputLayer(64, 16, VocabRange(0, 40, 40), CPU, torch.float32)
+    share = layer.with_share(8)
+    assert [len(owned.tokens) for owned in share.owned] == [8] * ROTATED
+    assert [len(owned.tokens) for owned in layer.owned] == [64] * ROTATED
+    owned = share.inputs[0].targets < 40
+    found = share.s(0, "vocab-1")[1].nll
+    torch.testing.assert_close(found[owned], layer.s(0, "vocab-1")[1].nll[owned])
+
+
+def test_shapes_are_chosen_by_size() -> None:
+    done = CliRunner().invoke(kernels_command, ["--device", "cpu", "--p", "7"])
+    assert done.exit_code == 2
+    assert "no shape has all of these; there are: 2048 tokens, 32768 ids, p 8; " in done.output
 
 
 def test_the_record_is_written_with_date_hardware_and_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "shapes", lambda device, quick: [SMALL])
+    monkeypatch.setattr(kernels, "shapes", lambda _: [SMALL])
     folder = tmp_path / "results"
     done = CliRunner().invoke(
         kernels_command, ["--device", "cpu", "--rounds", "1", "--save", str(folder), "--format", "json"]
@@ -121,7 +146,7 @@ def test_the_records_name_is_a_file_name() -> None:
 
 
 def test_the_table_names_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "shapes", lambda device, quick: [SMALL])
+    monkeypatch.setattr(kernels, "shapes", lambda _: [SMALL])
     done = CliRunner().invoke(kernels_command, ["--device", "cpu", "--rounds", "1"])
     assert done.exit_code == 0, done.output
     for name in ("liger", "cce", "quack", "megatron"):
