@@ -263,9 +263,18 @@ def multiprocessors(device: torch.device) -> int:
     return os.cpu_count() or 1
 
 
-def default_device(name: str, local_rank: int) -> torch.device:
-    """The device of this process: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one."""
+def default_device(name: str, local_rank: int, *, shared: bool = False) -> torch.device:
+    """The device of this process: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+
+    Args:
+        shared: processes may share a GPU. NCCL refuses two ranks of one host on a GPU, so each is told that
+            it is on a host of its own; they then talk over the loopback interface.
+    """
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        if shared:
+            of_nccl = {"HOSTID": f"rank-{local_rank}", "SOCKET_IFNAME": "lo", "IB_DISABLE": "1"}
+            os.environ |= {f"NCCL_{variable}": value for variable, value in of_nccl.items()}
+            local_rank %= torch.cuda.device_count()
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -128,14 +128,18 @@ def _check_processes(config: TrainConfig, environment: Mapping[str, str], gpus: 
             f"change --nproc-per-node or the three sizes so that they agree"
         )
     if config.device != "cuda":
+        if config.share_gpus:
+            raise ValueError(
+                f"--share-gpus with --device {config.device}; give --device cuda, or leave it out"
+            )
         return
     count = gpus()
     if count == 0:
         raise ValueError("--device cuda: this machine shows no CUDA device; give --device cpu")
-    if count < _local_processes(config, environment):
+    if count < _local_processes(config, environment) and not config.share_gpus:
         raise ValueError(
             f"--device cuda: {processes} need a GPU each, this machine shows {count}; "
-            f"give smaller sizes, or --device cpu"
+            f"give smaller sizes, --share-gpus, or --device cpu"
         )
 
 

@@ -73,6 +73,9 @@ class TrainConfig:
     distributed_optimizer: bool = option(False, "Shard the optimizer state over the replicas.")
     overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward runs.")
     device: str = option("auto", "auto: a GPU a process, or the CPU.", choices=("auto", "cpu", "cuda"))
+    share_gpus: bool = option(
+        False, "With --device cuda: several processes on a GPU, where there are fewer; they take turns."
+    )
 
     layers: int = option(8, "Transformer layers.", section="Model", least=1)
     hidden: int = option(64, "Hidden size.", least=1)

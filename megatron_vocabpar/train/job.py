@@ -68,7 +68,7 @@ def run_method(folder: str) -> None:
     from megatron_vocabpar.runtime.streams import backend, default_device
 
     job = output.read_config(Path(folder))
-    device = default_device(job.device, int(os.environ["LOCAL_RANK"]))
+    device = default_device(job.device, int(os.environ["LOCAL_RANK"]), shared=job.share_gpus)
     dist.init_process_group(backend(device))
     _train(job, device)
     # Not after a failure: it waits for collectives that peers will not join, and nobody would learn why.
@@ -96,7 +96,7 @@ def _run_rank(config: TrainConfig, say: Say) -> None:
     store.wait([_JOBS], _PREPARATION)
     jobs = [output.read_config(Path(folder)) for folder in store.get(_JOBS).decode().splitlines()]
     for job in jobs:
-        device = default_device(job.device, int(os.environ["LOCAL_RANK"]))
+        device = default_device(job.device, int(os.environ["LOCAL_RANK"]), shared=job.share_gpus)
         if not dist.is_initialized():
             dist.init_process_group(backend(device), store=store, rank=rank, world_size=size)
         if rank == 0:

@@ -57,6 +57,9 @@ def test_fewer_gpus_than_processes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"= 4 processes need a GPU each, this machine shows 3"):
         examine(tmp_path, gpus=3, device="cuda")
     examine(tmp_path, gpus=4, device="cuda")
+    examine(tmp_path, gpus=1, device="cuda", share_gpus=True)
+    with pytest.raises(ValueError, match=r"--share-gpus with --device cpu; give --device cuda"):
+        examine(tmp_path, device="cpu", share_gpus=True)
     examine(tmp_path, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, gpus=2, device="cuda")
 
 
