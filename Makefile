@@ -9,11 +9,11 @@
 #   make lint        ruff and mypy
 #   make docs        the documentation as a site, in site/
 #   make bench       the runtime against stock Megatron
-#   make gpu         on a machine with GPUs, with the torch that it has: vocabpar doctor --gpu, the tests that need a GPU,
-#                    the kernel benchmark
+#   make gpu         on a machine with GPUs, with the torch that it has: half an hour of checks and measurements, into a record in
+#                    lab/results; again: what is left
 #   make cuda-emulated  install torch's CUDA build by itself, and run training on emulated GPUs: faults that are found,
 #                    methods and families against the CPU (tests/cuda_emulated/README.md); gigabytes, and an hour
-# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, ARGS (of vocabpar train), EMULATE (of lab emulate), PYTEST_ARGS,
+# Variables: PYTHON (3.11 to 3.13), VENV, TORCH, GPU_PYTHON, MINUTES (of gpu), ARGS (of vocabpar train), EMULATE (of lab emulate), PYTEST_ARGS,
 # MATRIX (versions of megatron-core), ROWS (words of test-machines), TRITONS (of torch 2.8, 2.11 and 2.13).
 
 PYTHON ?= python3
@@ -130,20 +130,15 @@ bench: $(INSTALLED)-train
 	$(BIN)/python -m lab runtime
 
 # With the torch that is there, and without a network: nothing is taken from an index. Wheels that were carried to the
-# machine in .whl/ (megatron-core, fastjsonschema) are unpacked beside it. All three commands run, whatever one of them
-# finds; without a GPU it ends at the doctor's line (exit code 2).
+# machine in .whl/ (megatron-core, fastjsonschema) are unpacked beside it. Without a GPU its exit code is 2.
+MINUTES ?= 30
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 CARRIED := $(CURDIR)/.whl
 gpu:
 	@if ls "$(CARRIED)"/*.whl > /dev/null 2>&1; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
 		--target "$(CARRIED)/unpacked" "$(CARRIED)"/*.whl || exit 1; fi; \
 	export PYTHONPATH="$(CURDIR):$(CARRIED)/unpacked$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	mkdir -p lab/results; \
-	status=0; $(GPU_PYTHON) -m megatron_vocabpar doctor --gpu || status=$$?; \
-	if [ $$status -eq 2 ]; then exit 2; fi; \
-	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) || status=1; \
-	$(GPU_PYTHON) -m lab kernels --device cuda --save lab/results || status=1; \
-	exit $$status
+	$(GPU_PYTHON) -m lab gpu --minutes $(MINUTES)
 
 # No GPU needed, and none used: CUDA's libraries are replaced beneath torch.
 EMULATED := .venv-cuda/bin/python tests/cuda_emulated/start.py

@@ -10,6 +10,7 @@ VERBS = {
     "artifact": "Run the paper's experiments.",
     "paper": "The paper's tables, simulated.",
     "runtime": "Our executor beside Megatron's own 1F1B.",
+    "gpu": "What half an hour of a GPU can tell, step by step.",
     "kernels": "The vocabulary layers' passes beside other layers.",
     "losses": "Our losses beside the frameworks' own functions.",
     "drift": "Why the log-probabilities of two runs differ.",

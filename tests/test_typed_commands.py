@@ -44,6 +44,7 @@ VERBS = {
     "vocabpar schedule": "schedule --pp 2 --microbatches 2 --format json --output {}/s.json",
     "vocabpar simulate": "simulate {}/s.json --html {}/s.html",
     "lab emulate": "lab emulate vocab-2 --pp 2 --microbatches 2 --scale 0.01 --report {}/out",
+    "lab gpu": "lab gpu host --device cpu --tiny --save {}/results",
     "lab patches": "lab patches",
     "lab artifact": f"lab artifact run {_TABLE} --only vocab-2 --megatron {{}}/Megatron-LM --dry-run",
     "lab runtime": f"lab runtime {_MODEL} --microbatches 2 --pairs 1",

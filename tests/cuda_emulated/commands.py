@@ -19,6 +19,7 @@ kernels.shapes = lambda _: [kernels.Shape(256, 64, 2048, 8)]
 from lab.__main__ import main
 main(["kernels", "--device", "cuda", "--rounds", "2"])
 """
+_STEPS = "host rows compilations waiting shared tests"
 COMMANDS = {
     "vocabpar train": (
         "-m",
@@ -27,6 +28,7 @@ COMMANDS = {
     ),
     "lab runtime": ("-m", "lab", "runtime", *_SMALL.split(), "--microbatches", "4", "--pairs", "2"),
     "lab kernels, of one small shape": ("-c", _KERNELS),
+    "lab gpu, a dry run": ("-m", "lab", "gpu", *_STEPS.split(), "--tiny", "--save", "results"),
 }
 
 
