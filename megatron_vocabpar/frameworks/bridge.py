@@ -101,7 +101,7 @@ BRIDGE = (
     Rule(
         "peft",
         lambda f: f.is_set("peft") and f.splits_w,
-        "{f.family_flag} splits off weight gradients, which frozen layers do not have",
+        lambda f, _: f"{f.family_flag} splits off weight gradients, which frozen layers do not have",
         "use 1f1b or interleaved",
     ),
 )

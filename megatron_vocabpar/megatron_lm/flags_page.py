@@ -11,11 +11,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from megatron_vocabpar.megatron_lm.flags import FLAGS, PUBLISHED, Flag, spell
 from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
+from megatron_vocabpar.option import options_of
+from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.options import INCOMPATIBLE, Incompatible
-from megatron_vocabpar.pipeline.rules.rule import UNTESTED
+from megatron_vocabpar.pipeline.rules.rule import UNTESTED, Text, said
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 
@@ -33,13 +36,25 @@ def warnings_table() -> Iterator[str]:
     """The lines of the table of what nobody has run; options of ours are in the table of flags."""
     yield from ("| asked for | why, and what to do |", "| --- | --- |")
     for rule in (rule for table in RULES for rule in table if rule.level == UNTESTED):
-        yield f"| {_shown(rule.id)} | {_shown(rule.why)}; {_shown(rule.do)} |"
+        yield f"| {_shown(rule.asked)} | {_shown(rule.why)}; {_shown(rule.do)} |"
 
 
-def _shown(text: str) -> str:
+class _AnyFacts:
+    """The facts of no launch line in particular, and what a rule finds in them."""
+
+    family_flag = "the family"
+    option: ClassVar = {name: spell(name, True) for name in options_of(VocabOptions)}
+
+    def __getattr__(self, name: str) -> str:
+        return "…"
+
+    def __str__(self) -> str:
+        return "…"
+
+
+def _shown(text: Text) -> str:
     """A text of a rule with flags as code, and without the facts that it fills in."""
-    text = re.sub(r"\{f\.option\[(\w+)\]\}", lambda match: spell(match[1], True), text)
-    return _code(re.sub(r"\{.*?\}", "…", text.replace("{f.family_flag}", "the family")))
+    return _code(said(text, _AnyFacts(), _AnyFacts()))
 
 
 def _against(flag: Flag, rule: Incompatible) -> Iterator[str]:

@@ -112,7 +112,12 @@ def test_what_has_not_been_run_together_is_a_warning(more: dict[str, Any]) -> No
 def test_a_text_is_filled_in_from_facts_and_from_what_was_found() -> None:
     settings = SimpleNamespace(num_layers=6, hidden_size=None)
     facts = Facts(settings=settings, p=4)
-    rule = Rule("--num-layers {f.num_layers}", lambda f: f.num_layers % f.p, "{found} are left", "give 8")
+    rule = Rule(
+        lambda f, _: f"--num-layers {f.num_layers}",
+        lambda f: f.num_layers % f.p,
+        lambda _, found: f"{found} are left",
+        "give 8",
+    )
     assert rule.sentence(facts) == "--num-layers 6: 2 are left; give 8"
     settings.num_layers = 8
     assert rule.sentence(facts) == ""

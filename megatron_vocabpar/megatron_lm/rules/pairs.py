@@ -43,11 +43,12 @@ def _instead(facts: Facts) -> str:
 
 
 PAIRS = (
-    Rule("{f.family_flag}", _instead, "its pairs hide the exchange between experts",
-        f"give {OVERLAP}, or use {{found}}, which is the same without pairs"),
+    Rule(lambda f, _: f.family_flag, _instead, "its pairs hide the exchange between experts",
+        lambda _, found: f"give {OVERLAP}, or use {found}, which is the same without pairs"),
     Rule(f"{OVERLAP}, {DELAY}",
         lambda f: not f.has_pairs and (f.overlap_moe_expert_parallel_comm or f.delay_wgrad_compute),
-        "{f.family_flag} runs F and B one after the other", f"use {_WITH_PAIRS}, or leave it out"),
+        lambda f, _: f"{f.family_flag} runs F and B one after the other",
+        f"use {_WITH_PAIRS}, or leave it out"),
     _hidden(lambda f: not (f.bf16 or f.fp16), "Megatron wants a model of 16 bits for it",
         "give --bf16 or --fp16"),
     _hidden(lambda f: not f.num_experts or f.expert_model_parallel_size < 2, "there is no exchange to hide",

@@ -21,10 +21,12 @@ def _legacy(facts: Facts) -> Path | None:
 
 CHECKPOINTS = (
     Rule("--load, --pretrained-checkpoint", _of_modelopt,
-        "{found} is a checkpoint of ModelOpt (modelopt_state), which puts a model of its own in place",
+        lambda _, found: f"{found} is a checkpoint of ModelOpt (modelopt_state), which puts a model of its "
+        "own in place",
         "train it without --enable-vocab-parallel"),
     Rule("--load, --pretrained-checkpoint", _legacy,
-        "{found} is a legacy checkpoint (mp_rank_* files), which holds the layers of single ranks",
+        lambda _, found: f"{found} is a legacy checkpoint (mp_rank_* files), which holds the layers of "
+        "single ranks",
         "convert it once without --enable-vocab-parallel, with the parallel sizes that it was saved with: "
         "--ckpt-format torch --load OLD --ckpt-convert-format torch_dist --ckpt-convert-save NEW; then "
         "--load NEW/torch_dist"),

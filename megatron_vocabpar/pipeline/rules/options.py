@@ -54,7 +54,13 @@ class Incompatible:
         return Conflict(asked, against) if asked and against else None
 
     def rule(self) -> Rule:
-        return Rule("{found.asked}", self.conflict, f"{{found.against}}, {self.why}", self.do, self.level)
+        return Rule(
+            lambda _, found: found.asked,
+            self.conflict,
+            lambda _, found: f"{found.against}, {self.why}",
+            self.do,
+            self.level,
+        )
 
 
 def _is_whole(method: Method) -> bool:
@@ -107,10 +113,11 @@ def _of_no_loss(facts: Facts) -> Conflict | None:
 
 
 OPTIONS = (
-    Rule("{found.asked}", lambda facts: next(wrong_values(facts.options, facts.spell), None),
-        "{found.against}", do=""),
+    Rule(lambda _, found: found.asked,
+        lambda facts: next(wrong_values(facts.options, facts.spell), None),
+        lambda _, found: found.against, do=""),
     *(each.rule() for each in INCOMPATIBLE),
-    Rule("{found.asked}", _of_no_loss, "{found.against}", do=""),
+    Rule(lambda _, found: found.asked, _of_no_loss, lambda _, found: found.against, do=""),
 )  # fmt: skip
 
 

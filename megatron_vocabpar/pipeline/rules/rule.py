@@ -24,32 +24,39 @@ UNTESTED: Level = "untested"
 LEAVE_OUT = "leave it out"
 
 
+Text = str | Callable[[Any, Any], str]
+
+
+def said(text: Text, facts: Any, found: Any) -> str:
+    """A text of a row for these facts, and for what its ``when`` returned."""
+    return text if isinstance(text, str) else text(facts, found)
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A row.
-
-    ``id``, ``why`` and ``do`` are texts in which ``{f.name}`` stands for one of the facts and ``{found}`` for
-    what ``when`` returned: ``"--num-layers {f.num_layers}"`` becomes ``--num-layers 6``.
+    """A row. Its texts are strings, or functions of the facts and of what ``when`` returned.
 
     Attributes:
-        id: what is asked for, as a user writes it.
+        asked: what is asked for, as a user writes it.
         when: from the facts to something true if the row applies.
         why: the reason.
         do: the remedy, as an imperative.
         level: whether it is refused or warned of.
     """
 
-    id: str
+    asked: Text
     when: Callable[[Facts], Any]
-    why: str
-    do: str = LEAVE_OUT
+    why: Text
+    do: Text = LEAVE_OUT
     level: Level = IMPOSSIBLE
 
     def sentence(self, facts: Facts) -> str:
         """What the row says of the facts; empty if it does not apply."""
         found = self.when(facts)
-        text = f"{self.id}: {self.why}; {self.do}" if self.do else f"{self.id}: {self.why}"
-        return text.format(f=facts, found=found) if found else ""
+        if not found:
+            return ""
+        asked, why, do = (said(text, facts, found) for text in (self.asked, self.why, self.do))
+        return f"{asked}: {why}; {do}" if do else f"{asked}: {why}"
 
 
 Table = Sequence[Rule]
