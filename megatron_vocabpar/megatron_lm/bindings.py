@@ -349,14 +349,16 @@ def versions_with(key: tuple[str, str], parameters: Parameters) -> tuple[str, ..
     return found
 
 
-class Found(NamedTuple):
+class DetectedMegatron(NamedTuple):
     """A Megatron: its version, and a sentence on what nobody has read of it; empty if everything is known."""
 
     version: str
     unread: str = ""
 
 
-def recognise(signature_of: Callable[[str, str], Parameters | None], package: str = "megatron") -> Found:
+def recognise(
+    signature_of: Callable[[str, str], Parameters | None], package: str = "megatron"
+) -> DetectedMegatron:
     """Which version of Megatron has these signatures.
 
     Args:
@@ -389,10 +391,10 @@ def recognise(signature_of: Callable[[str, str], Parameters | None], package: st
         key: versions_with(key, signature) for key, signature in signatures.items() if signature is not None
     }
     if common := set(VERSIONS).intersection(*known.values()):
-        return Found(max(common, key=VERSIONS.index))
+        return DetectedMegatron(max(common, key=VERSIONS.index))
     changed = [_news(key, signatures[key] or ()) for key, rows in known.items() if not rows]
     what = "; ".join(changed) or "signatures of several versions beside each other"
-    return Found(
+    return DetectedMegatron(
         "unknown",
         f"this version of Megatron: nobody has read {what}; use one of {', '.join(VERSIONS)}",
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from megatron_vocabpar.megatron_lm.bindings import MODELS, Found, Parameters, recognise
+from megatron_vocabpar.megatron_lm.bindings import MODELS, DetectedMegatron, Parameters, recognise
 
 
 def importable(path: Sequence[str]) -> list[Path]:
@@ -29,7 +29,7 @@ def version_of(folder: Path) -> str:
     return recognised(folder).version
 
 
-def recognised(folder: Path) -> Found:
+def recognised(folder: Path) -> DetectedMegatron:
     """The Megatron in ``folder``, with or without its training loop.
 
     Raises:

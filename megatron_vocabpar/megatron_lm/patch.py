@@ -2,7 +2,7 @@
 
 Applying is idempotent: a replacement carries the patch that put it there. Modules that Megatron imports later
 take the replacement by themselves; modules that are already loaded get it here, if the table lists them. A
-name of a module that is not imported itself waits for that (``later.py``).
+name of a module that is not imported itself waits for that (``import_hook.py``).
 
 Next: ``replacements.py``, the replacements.
 """
@@ -17,9 +17,16 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
-from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, Found, Parameters, of_a_model, recognise
+from megatron_vocabpar.megatron_lm.bindings import (
+    BINDINGS,
+    Binding,
+    DetectedMegatron,
+    Parameters,
+    of_a_model,
+    recognise,
+)
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.later import Later
+from megatron_vocabpar.megatron_lm.import_hook import ImportHook
 from megatron_vocabpar.megatron_lm.teardown import ending_soon
 
 _MARK = "__vocabpar_patch__"
@@ -35,13 +42,13 @@ class Patch:
         unread: a sentence on what nobody has read of it; empty if everything is known.
     """
 
-    def __init__(self, config: FlagConfig, found: Found) -> None:
+    def __init__(self, config: FlagConfig, found: DetectedMegatron) -> None:
         self.config = config
         self.version = found.version
         self.unread = found.unread
         self._replaced: list[tuple[Binding, Any, Any]] = []
         self._unregister: list[Callable[[], None]] = []
-        self._later = Later()
+        self._import_hook = ImportHook()
         self._report = sys.excepthook
         sys.excepthook = self._hook = ending_soon(self._report)
 
@@ -68,11 +75,11 @@ class Patch:
             if has_name(binding):
                 self.replace(binding, make(original_of(binding)))
 
-        self._later.when_imported(binding.module, replace)
+        self._import_hook.when_imported(binding.module, replace)
 
     def undo(self) -> None:
         """Put every original back, in its own module and in all copies, and ``sys.excepthook``."""
-        self._later.end()
+        self._import_hook.end()
         while self._replaced:
             binding, original, replacement = self._replaced.pop()
             _swap(binding, replacement, original)

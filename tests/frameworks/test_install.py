@@ -22,7 +22,7 @@ from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE
 from megatron_vocabpar.frameworks.install import config_from, install
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.frameworks.weights import WALKS
-from megatron_vocabpar.megatron_lm.bindings import Found
+from megatron_vocabpar.megatron_lm.bindings import DetectedMegatron
 from megatron_vocabpar.megatron_lm.patch import has_name, original_of
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 
@@ -222,7 +222,9 @@ def test_verls_plugin_waits_to_be_asked_and_fails_aloud(flags: str | None, expec
 def test_a_megatron_that_nobody_has_read_is_a_warning_and_strictly_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tomorrow = Found("unknown", "this version of Megatron: nobody has read GPTModel.forward with news")
+    tomorrow = DetectedMegatron(
+        "unknown", "this version of Megatron: nobody has read GPTModel.forward with news"
+    )
     monkeypatch.setattr(installing, "recognise", lambda *_, **__: tomorrow)
     with pytest.warns(UserWarning, match="not run with this version of Megatron: .* with news"):
         install(config_from({})).undo()
