@@ -92,11 +92,13 @@ class Microbatch:
         """The rows that count, ``[n, ...]``, of all rows ``[(1 + D) b s, ...]``."""
         return rows if self.counted is None else rows.index_select(0, self.counted)
 
-    def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """The reverse of ``take``: all rows, with 0 in those that don't count."""
-        if self.counted is None:
+    def spread(self, rows: torch.Tensor, part: int | None = None) -> torch.Tensor:
+        """The reverse of ``take``: all rows, or those of one part, with 0 in those that don't count."""
+        positions = self.counted if part is None else self.counted_in(part)
+        if positions is None:
             return rows
-        return rows.new_zeros((prod(self.shape), *rows.shape[1:])).index_copy_(0, self.counted, rows)
+        size = prod(self.shape) // (1 if part is None else len(self.counts))
+        return rows.new_zeros((size, *rows.shape[1:])).index_copy_(0, positions, rows)
 
 
 class Microbatches(dict[int, Microbatch]):

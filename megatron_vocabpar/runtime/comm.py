@@ -126,6 +126,7 @@ def warm_up(groups: VocabGroups, device: torch.device) -> None:
     all_gather(groups, token[0])
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         all_reduce(groups, token, op)
+    reduce(groups, [token], [0])
     exchange_rows(groups, received, token, [1] * size, [1] * size)
     point_to_point = PointToPoint(groups)
     for low, high in links(groups.pipeline):
@@ -229,6 +230,16 @@ def broadcast(groups: VocabGroups, pieces: Sequence[torch.Tensor], members: Sequ
     if len(groups.ranks) > 1:
         for piece, member in zip(pieces, members, strict=True):
             dist.broadcast(piece, groups.ranks[member], group=groups.collectives)
+
+
+def reduce(groups: VocabGroups, pieces: Sequence[torch.Tensor], members: Sequence[int]) -> None:
+    """Sum each of ``pieces`` over all ranks, in place on the member of the same position in ``members``.
+
+    On all other ranks it may hold anything afterwards.
+    """
+    if len(groups.ranks) > 1:
+        for piece, member in zip(pieces, members, strict=True):
+            dist.reduce(piece, groups.ranks[member], group=groups.collectives)
 
 
 def all_gather(groups: VocabGroups, tensor: torch.Tensor) -> torch.Tensor:

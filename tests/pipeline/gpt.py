@@ -81,6 +81,7 @@ class Case:
     dp: int = 1
     cp: int = 1
     m: int = 2
+    sequence_parallel: bool = True
     tied: bool = False
     position: str = "learned_absolute"
     vocab_size: int = 96
@@ -165,7 +166,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         pipeline_model_parallel_size=case.pp,
         context_parallel_size=case.cp,
         virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
-        sequence_parallel=case.tp > 1,
+        sequence_parallel=case.sequence_parallel and case.tp > 1,
         pipeline_dtype=case.dtype,
         params_dtype=case.dtype,
         bf16=case.dtype is torch.bfloat16,

@@ -286,6 +286,9 @@ def _calls(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     def all_reduce(tensor: Any, op: Any, group: Any) -> None:
         recorder.collective(group, "maximum" if op == dist.ReduceOp.MAX else "sum", [tensor])
 
+    def reduce(tensor: Any, target: Any, group: Any) -> None:
+        recorder.collective(group, "reduce", [tensor], target)
+
     def all_gather_single(gathered: Any, tensor: Any, group: Any) -> None:
         recorder.collective(group, "gather", [gathered, tensor])
 
@@ -301,7 +304,7 @@ def _calls(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     def unless_paused(recorded: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (real if recorder.is_paused else recorded)(*args, **kwargs)
 
-    calls = (broadcast, all_reduce, all_to_all_single, isend, irecv)
+    calls = (broadcast, all_reduce, reduce, all_to_all_single, isend, irecv)
     stand_ins = {f.__name__: unless_paused(f, getattr(dist, f.__name__)) for f in calls}
     gather = unless_paused(all_gather_single, collectives._all_gather_single)
     return stand_ins | {"all_gather_single": gather}

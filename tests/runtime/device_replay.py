@@ -179,6 +179,9 @@ class Replay:
         own = [mine[-1].clone() for mine in tensors]
         if kind == "broadcast":
             values = [own[source] for source in more]
+        elif kind == "reduce":
+            lost = torch.full_like(own[0], float("nan") if own[0].is_floating_point() else -1)
+            values = [reduce(operator.add, own) if rank == more[0] else lost for rank in range(len(parts))]
         elif kind == "gather":
             values = [torch.cat(own)] * len(parts)
         elif kind == "exchange":

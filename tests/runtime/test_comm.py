@@ -18,6 +18,7 @@ from megatron_vocabpar.runtime.comm import (
     broadcast,
     create_groups,
     exchange_rows,
+    reduce,
     warm_up,
 )
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -88,10 +89,13 @@ def _collectives(rank: int) -> dict[str, list[float]]:
     counts = [1, 2, 3] if rank == 0 else [0, 0, 0]
     received = torch.empty(sum(counts), 2)
     exchange_rows(groups, received, rows, counts, [rank + 1, 0, 0])
+    pieces = list(torch.tensor([[1.0, rank], [10.0, 10.0 * rank]]))
+    reduce(groups, pieces, [2, 1])
     return {
         "broadcast": piece.tolist(),
+        "reduce": pieces[2 - rank].tolist() if rank else [],
         "gather": all_gather(groups, torch.tensor([rank, rank + 0.5])).flatten().tolist(),
-        "reduce": all_reduce(groups, torch.tensor([float(rank)])).tolist(),
+        "sum": all_reduce(groups, torch.tensor([float(rank)])).tolist(),
         "maximum": all_reduce(groups, torch.tensor([float(rank)]), dist.ReduceOp.MAX).tolist(),
         "rows": received[:, 0].tolist(),
     }
@@ -102,7 +106,8 @@ def test_collectives() -> None:
     for rank, result in enumerate(results):
         assert result["broadcast"] == [2.0, 2.0]
         assert result["gather"] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-        assert result["reduce"] == [3.0]
+        assert result["sum"] == [3.0]
+        assert result["reduce"] == [[], [30.0, 30.0], [3.0, 3.0]][rank]
         assert result["maximum"] == [2.0]
         assert result["rows"] == ([0.0, 1.0, 1.0, 2.0, 2.0, 2.0] if rank == 0 else [])
 

@@ -45,11 +45,11 @@ class ShardState(Protocol):
         """``main_grad += dW``."""
 
 
-def total(part: Part, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def total(part: Part, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """dX, the sum of every shard's part: in the part's own memory where it can be."""
     if isinstance(part, FixedPoint):
-        return part.with_sum(all_reduce(part.whole)).value()
-    return all_reduce(part)
+        return part.with_sum(reduce(part.whole)).value()
+    return reduce(part)
 
 
 def with_place(part: Part) -> Part:

@@ -6,11 +6,13 @@
 
 A collective carries the result of the pass before it. An evaluation has those up to the statistics, and to
 rank its targets one more that sums counts. The input gradient is reduced before the loss function has run,
-its rows unscaled; CG (``loss.py``) brings the gradient that scales them, and dW.
+its rows unscaled; CG (``loss.py``) brings the gradient that scales them, and dW. Only the last stage's ranks
+get it, for their B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +23,7 @@ from megatron_vocabpar.layers.output.shard_state import Part, ShardState, total,
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.slots import ARRIVAL, COUNTS, JOINED, OFFSETS, PART, SENT, STATE, Joined, Sent
-from megatron_vocabpar.runtime.comm import all_gather, all_reduce
+from megatron_vocabpar.runtime.comm import all_gather, all_reduce, exchange_rows, reduce
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
 
@@ -42,15 +44,16 @@ class OutputCollectives(LayerHandlers):
 
     def gather_statistics(self, instruction: Comm) -> None:
         """C1, in naive C2: everyone's statistics, joined in rank order; in vocab-2 dX of what S has left."""
-        chain = self.chain
-        source = chain.softmax_pass(instruction.microbatch)
+        chain, i = self.chain, instruction.microbatch
+        source = chain.softmax_pass(i)
         state = self.buffers.take(source, STATE) if chain.early or chain.looks_back else None
-        self.hand_on(instruction, JOINED, self.joined(self.buffers.take(source, SENT), state))
+        self.hand_on(instruction, JOINED, self.joined(i, self.buffers.take(source, SENT), state))
 
-    def joined(self, sent: Sent, state: ShardState | None) -> Event[Joined]:
+    def joined(self, i: int, sent: Sent, state: ShardState | None) -> Event[Joined]:
         """The softmax of all shards, with dX if S has made it early, in memory of the main stream.
 
         Args:
+            i: the microbatch.
             sent: this shard's statistics.
             state: this shard's; only for dX, and for extras that look back.
         """
@@ -60,31 +63,66 @@ class OutputCollectives(LayerHandlers):
             assert state is not None
             parts = (1 + len(chain.gradients),) if chain.gradients else ()
             hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=place.total.dtype)
-        exchange = Exchange(partial(all_gather, self.groups), self._all_reduce)
+        exchange, to_last = Exchange(partial(all_gather, self.groups), self._all_reduce), self._to_last(i)
 
         def run() -> Joined:
             softmax = join(exchange.gather(sent.statistics), extras, place)
             if state is not None and chain.looks_back:
                 after_join(state.stored, softmax, extras, exchange)
             if state is not None and chain.early:
-                total(chain.unscaled_input_gradient(state, softmax, hidden_grad), self._all_reduce)
+                total(chain.unscaled_input_gradient(state, softmax, hidden_grad), to_last)
             return Joined(softmax, extras, hidden_grad)
 
         return self.rank.side_stream.submit(run)
 
     def reduce_input_gradient(self, instruction: Comm) -> None:
         """C2 of vocab-1, C3 of naive: the sum of all ranks' parts of the input gradient, in float32."""
-        self.hand_on(instruction, ARRIVAL, self.sum(self.buffers.take(_of(PassType.T, instruction), PART)))
+        part = self.buffers.take(_of(PassType.T, instruction), PART)
+        self.hand_on(instruction, ARRIVAL, self.sum(instruction.microbatch, part))
 
-    def sum(self, part: Part) -> Event[torch.Tensor]:
-        """The sum of all ranks' parts of the input gradient."""
-        return self.rank.side_stream.submit(partial(total, with_place(part), self._all_reduce))
+    def sum(self, i: int, part: Part) -> Event[torch.Tensor]:
+        """The sum of all ranks' parts of the input gradient, for the last stage's B; elsewhere anything."""
+        return self.rank.side_stream.submit(partial(total, with_place(part), self._to_last(i)))
 
     def sum_counts(self, instruction: Comm) -> None:
         """C2 of an evaluation: every target's rank, from the counts of all shards."""
         counts = self.buffers.take(_of(PassType.R, instruction), COUNTS)
         event = self.rank.side_stream.submit(partial(self._all_reduce, counts))
         self.hand_on(instruction, ARRIVAL, event)
+
+    def _to_last(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What sums ``[n, H]``, or ``[k, n, H]``, over all ranks, in place where the last stage's B takes it.
+
+        Each tensor-parallel rank of the last stage sums a piece of the rows. With sequence parallelism its B
+        wants no more; else these ranks send each other their pieces.
+        """
+        groups, counts = self.groups, self.microbatches[i].counts
+        members = groups.members_of(self.rank.placement.last_rank)
+        apart = self.iteration.sequence_shards == groups.tensor
+        if not apart:
+            (n,), t = counts, groups.tensor
+            counts = tuple(n * (k + 1) // t - n * k // t for k in range(t))
+
+        def reduced(whole: torch.Tensor) -> torch.Tensor:
+            for rows in whole.view(-1, *whole.shape[-2:]):
+                pieces = rows.split(counts)
+                reduce(groups, pieces, members)
+                if not apart:
+                    self._gather(rows, pieces, members)
+            return whole
+
+        return reduced
+
+    def _gather(self, rows: torch.Tensor, pieces: Sequence[torch.Tensor], members: range) -> None:
+        """On the last stage's ranks, fill ``rows [n, H]`` with the pieces of all of them."""
+        groups, mine = self.groups, pieces[self.groups.tensor_rank]
+        receive, send = [0] * len(groups.ranks), [0] * len(groups.ranks)
+        if self.rank.is_last:
+            for member, piece in zip(members, pieces, strict=True):
+                receive[member], send[member] = len(piece), len(mine)
+        received = rows.new_empty((sum(receive), rows.shape[1]))
+        exchange_rows(groups, received, mine.repeat(len(members) * self.rank.is_last, 1), receive, send)
+        rows[: len(received)].copy_(received)
 
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.groups, tensor)

@@ -27,7 +27,7 @@ class HiddenStates(LayerHandlers):
         """
         rank, i = self.rank, instruction.microbatch
         groups, microbatch = rank.groups, self.microbatches[i]
-        parts = self.iteration.sequence_shards
+        parts, part = self.iteration.sequence_shards, self._part
         members = list(groups.members_of(rank.placement.last_rank))[:parts]
         dtype = self.chain.model.word_embeddings.weight.dtype
         shape = (microbatch.tokens, self.call.config.hidden_size)
@@ -35,7 +35,6 @@ class HiddenStates(LayerHandlers):
         if rank.is_last:
             hidden = self.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), HIDDEN)
 
-        part = groups.tensor_rank % parts
         counted = microbatch.counted_in(part)
         source = hidden if groups.member in members else None
         sends_all = source is not None and parts == 1 and counted is None
@@ -70,12 +69,28 @@ class HiddenStates(LayerHandlers):
             grad = brought
         else:
             grad = self.arrived(Comm(source, rank, i), ARRIVAL)
-        parts = self.iteration.sequence_shards
         if more:  # interlaced's is scaled already
-            grad = scaled(grad, self._scales(i))
-        part = self.microbatches[i].spread(grad).chunk(parts)[self.groups.tensor_rank % parts]
-        _, b, hidden = self.iteration.hidden_shape(i, self.rank.placement.last_stage)
-        return part.view(-1, b, hidden)
+            grad = self.scaled(i, grad, self._scales(i))
+        rows = self.microbatches[i].spread(grad, self._part)
+        return rows.view(self.iteration.hidden_shape(i, self.rank.placement.last_stage))
+
+    def scaled(self, i: int, hidden_grad: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+        """The rows ``[m, H]`` of this rank's part of the sequence, scaled by the true gradients [k, n].
+
+        Args:
+            i: the microbatch.
+            hidden_grad: [n, H] or [k, n, H], made for gradients of 1; written to.
+            grads: [k, n].
+        """
+        counts, part = self.microbatches[i].counts, self._part
+        rows, scales = hidden_grad.split(counts, -2)[part], grads.split(counts, -1)[part]
+        rows.mul_(scales.reshape(*rows.shape[:-1], 1))
+        return rows.sum(0) if rows.dim() == 3 else rows
+
+    @property
+    def _part(self) -> int:
+        """This rank's part of the sequence, where sequence parallelism cuts it."""
+        return self.groups.tensor_rank % self.iteration.sequence_shards
 
     def _scales(self, i: int) -> torch.Tensor:
         """[k, n] the gradients of every token's loss, and of extras on which the loss may depend."""
@@ -83,9 +98,3 @@ class HiddenStates(LayerHandlers):
         if self.rank.has_loss:
             return self.buffers.take(Pass(PassType.L, rank, i), GRADIENT)
         return self.arrived(Comm(CommType.CG, rank, i), ARRIVAL)
-
-
-def scaled(hidden_grad: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
-    """[n, H]: scales rows made for gradients of 1 ([n, H] or [k, n, H]) by the true gradients [k, n]."""
-    hidden_grad.mul_(grads.view(*hidden_grad.shape[:-1], 1))
-    return hidden_grad.sum(0) if hidden_grad.dim() == 3 else hidden_grad

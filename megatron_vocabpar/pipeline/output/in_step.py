@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_vocabpar.pipeline.gradients import Writer
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
-from megatron_vocabpar.pipeline.output.hidden import HiddenStates, scaled
+from megatron_vocabpar.pipeline.output.hidden import HiddenStates
 from megatron_vocabpar.pipeline.output.loss import Losses
 from megatron_vocabpar.pipeline.output.passes import SoftmaxPasses
 from megatron_vocabpar.pipeline.slots import HIDDEN_GRAD
@@ -24,12 +24,12 @@ class InStep(SoftmaxPasses):
         i, chain, losses = instruction.microbatch, self.chain, self.losses
         state, sent = self.forward_pass(instruction)
         assert state is not None
-        joined = self.wait(self.collectives.joined(sent, None))
+        joined = self.wait(self.collectives.joined(i, sent, None))
         grads = losses.report(i, joined) if self.rank.has_loss else None
         grads = self.wait(losses.shared_gradient(i, grads))
         part = chain.unscaled_input_gradient(state, joined.softmax)
-        hidden_grad = self.wait(self.collectives.sum(part))
+        hidden_grad = self.wait(self.collectives.sum(i, part))
         if self.rank.is_last:
-            self.buffers.put(instruction, HIDDEN_GRAD, scaled(hidden_grad, grads))
+            self.buffers.put(instruction, HIDDEN_GRAD, self.hidden.scaled(i, hidden_grad, grads))
         self.add_weight_gradient(i, state, joined.softmax, grads)
         self.gradients.wrote(Writer(PassType.S))
