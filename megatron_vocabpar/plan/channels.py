@@ -2,9 +2,9 @@
 
 A collective's kernel holds a multiprocessor for each channel, from its launch to its end, and a channel
 carries about 20 GB/s within a node. So a schedule wants as few as its slack allows. For example, dX of 4,096
-tokens and a hidden size of 8,192 is 67 MB, and an all-reduce sends it twice; if 2.5 ms pass between the last
-rank's S and the first pass that needs it, 3 channels carry it in time. Between nodes they must be enough for
-the network: 50 GB/s take 3.
+tokens and a hidden size of 8,192 is 134 MB in float32, which the reduction to the last stage sends once; if
+2.5 ms pass between the last rank's S and the first pass that needs it, 3 channels carry it in time. Between
+nodes they must be enough for the network: 50 GB/s take 3.
 
 On an H200, as measured, one or two take half of what four to eight do.
 Next: ``advice.py``.
@@ -23,8 +23,7 @@ from megatron_vocabpar.schedule.words.passes import CommType
 
 CHANNEL_GB_S = 20.0
 """What a channel carries within a node, 10^9 bytes a second: assumed."""
-_HALF = 2  # bytes of an element
-_SENT = 2  # times an all-reduce of many ranks sends its message
+_FLOAT = 4  # bytes of an element
 
 
 def allowed_ms(events: Events, times: PassTimes) -> float:
@@ -37,7 +36,8 @@ def allowed_ms(events: Events, times: PassTimes) -> float:
 def fewest_channels(request: Request, allowed: float) -> int:
     """The channels with which a microbatch's input gradient is reduced in ``allowed`` ms."""
     model, job, hardware = request.model, request.job, request.hardware
-    moved = _SENT * _HALF * model.seq_length * job.micro_batch * model.hidden / (job.t * job.c)
+    # Each of a stage's t ranks has its part of every row.
+    moved = _FLOAT * model.seq_length * job.micro_batch * model.hidden / job.c
     needed = moved / (allowed * 1e6) if allowed else hardware.link_gb_s
     if job.gpus > hardware.per_node:
         needed = max(needed, hardware.network_gb_s)

@@ -74,13 +74,17 @@ def test_ours_and_stock_are_compared_by_the_best_of_each_reading() -> None:
 
 
 def test_channels_are_as_few_as_the_slack_allows() -> None:
-    """dX of 4,096 tokens and a hidden size of 8,192 is 67 MB, sent twice; a channel carries 20 GB/s."""
+    """dX of 4,096 tokens and a hidden size of 8,192 is 134 MB, of each tensor-parallel rank, sent once.
+
+    A channel carries 20 GB/s.
+    """
     model, gpu = model_preset("llama-3.1-70b"), hardware_named("H100")
     model = replace(model, seq_length=4096)
     one_node = Request(model, Job(p=8), gpu, limit_gib=80.0)
     several = replace(one_node, job=Job(p=8, d=2))
     faster = replace(several, hardware=gpu.connected(network_gb_s=100.0))
     assert fewest_channels(one_node, 2.5) == 3
+    assert fewest_channels(replace(one_node, job=Job(p=4, t=2)), 2.5) == 3
     assert fewest_channels(one_node, 100.0) == 1
     assert fewest_channels(several, 100.0) == 3
     assert fewest_channels(faster, 100.0) == 5
