@@ -136,12 +136,21 @@ def _serve(queue: _Queue) -> None:
 
 
 class _CudaEvent(Generic[T]):
-    """Holds the work, and so every tensor that it uses, until the waiting stream comes after it."""
+    """Holds the work, and so every tensor that it uses, until the waiting stream comes after it.
 
-    def __init__(self, work: Callable[[], T], value: T, event: torch.cuda.Event) -> None:
+    When nobody has it any more, its CUDA event goes to ``free``: waits that are queued stay what they are.
+    """
+
+    def __init__(
+        self, work: Callable[[], T], value: T, event: torch.cuda.Event, free: list[torch.cuda.Event]
+    ) -> None:
         self._work: Callable[[], T] | None = work
         self._value = value
         self._event = event
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self._event)
 
     def wait(self) -> T:
         torch.cuda.current_stream().wait_event(self._event)
@@ -157,13 +166,16 @@ class CudaStream:
 
     def __init__(self, priority: int = -1) -> None:
         self._stream = torch.cuda.Stream(priority=priority)
+        self._free: list[torch.cuda.Event] = []
+        self._submitted: torch.cuda.Event | None = None  # one for all: a wait is for the latest record
 
     def submit(self, work: Callable[[], T]) -> Event[T]:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._submitted = torch.cuda.current_stream().record_event(self._submitted)
+        self._stream.wait_event(self._submitted)
         with torch.cuda.stream(self._stream), torch.no_grad():
             value = work()
-            event = self._stream.record_event()
-        return _CudaEvent(work, value, event)
+            event = self._stream.record_event(self._free.pop() if self._free else None)
+        return _CudaEvent(work, value, event, self._free)
 
     def close(self) -> None:
         """Do nothing: the stream belongs to the process, and its work may wait for peers for ever."""

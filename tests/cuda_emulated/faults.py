@@ -59,12 +59,12 @@ def work_does_not_wait(_: int) -> None:
     submit = streams.CudaStream.submit
 
     def hasty(stream: Any, work: Any) -> Any:
-        wait = stream._stream.wait_stream
-        stream._stream.wait_stream = lambda _: None
+        wait = stream._stream.wait_event
+        stream._stream.wait_event = lambda _: None
         try:
             return submit(stream, work)
         finally:
-            stream._stream.wait_stream = wait
+            stream._stream.wait_event = wait
 
     streams.CudaStream.submit = hasty
 
@@ -83,8 +83,8 @@ def inputs_are_freed_early(_: int) -> None:
     """Work in a side stream does not hold what it reads."""
     make = streams._CudaEvent.__init__
 
-    def forgetful(event: Any, work: Any, value: Any, recorded: Any) -> None:
-        make(event, work, value, recorded)
+    def forgetful(event: Any, *arguments: Any) -> None:
+        make(event, *arguments)
         event._work = None
 
     streams._CudaEvent.__init__ = forgetful

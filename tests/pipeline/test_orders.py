@@ -64,23 +64,34 @@ def _cases() -> dict[str, Case]:
 
 
 def _no_wait_for_the_producer(stream_class: type) -> AbstractContextManager[Any]:
-    return patch.object(stream_class, "wait_stream", lambda *_: None)
+    return _waits_of(stream_class, "main")
 
 
 def _no_wait_for_the_event(stream_class: type) -> AbstractContextManager[Any]:
-    return patch.object(stream_class, "wait_event", lambda *_: None)
+    return _waits_of(stream_class, "side")
+
+
+def _waits_of(stream_class: Any, kind: str) -> AbstractContextManager[Any]:
+    """No stream but those of this kind waits for an event."""
+    wait = stream_class.wait_event
+
+    def wait_or_not(stream: Any, event: Any) -> None:
+        if stream.name.startswith(kind):
+            wait(stream, event)
+
+    return patch.object(stream_class, "wait_event", wait_or_not)
 
 
 def _work_is_not_held(_: type) -> AbstractContextManager[Any]:
     class Event(streams._CudaEvent[Any]):
-        def __init__(self, work: Any, value: Any, event: Any) -> None:
-            super().__init__(None, value, event)
+        def __init__(self, work: Any, *rest: Any) -> None:
+            super().__init__(None, *rest)
 
     return patch.object(streams, "_CudaEvent", Event)
 
 
 def _result_of_the_side_stream(_: type) -> AbstractContextManager[Any]:
-    def joined(self: OutputCollectives, sent: Sent, _: Any) -> Any:
+    def joined(self: OutputCollectives, _: int, sent: Sent, __: Any) -> Any:
         groups = self.groups
         return self.rank.side_stream.submit(
             lambda: Joined(merge_stats(all_gather(groups, sent.statistics)), sent.extras, None)

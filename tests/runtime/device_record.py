@@ -233,18 +233,16 @@ def _stream_class(recorder: Recorder) -> type:
         def __init__(self, name: str = "", priority: int = 0) -> None:
             self.name = name or f"side {recorder.count('streams')}"
 
-        def wait_stream(self, other: Stream) -> None:
-            recorder.wait(self.name, recorder.record(other.name))
-
-        def record_event(self) -> Event:
-            return Event(recorder.record(self.name))
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.number = recorder.record(self.name)
+            return event
 
         def wait_event(self, event: Event) -> None:
             recorder.wait(self.name, event.number)
 
     class Event:
-        def __init__(self, number: int) -> None:
-            self.number = number
+        number: int
 
         def query(self) -> bool:
             return False

@@ -6,8 +6,10 @@ import resource
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_vocabpar.runtime.streams import (
     _TO_END_S,
+    CudaStream,
     communicator_options,
     limits_channels,
     peak_memory_mib,
@@ -119,6 +122,31 @@ def test_cuda_stream_waits_for_its_producer_and_its_consumer_for_it() -> None:
         event = stream.submit(lambda x=x: (torch.cuda._sleep(20_000_000), x * 2)[1])
         assert float(event.wait().sum()) == 6.0 * (1 << 20)
     stream.close()
+
+
+def test_cuda_events_are_used_again_when_nobody_waits_for_them_any_more() -> None:
+    made: list[object] = []
+
+    class Stream:
+        def __init__(self, priority: int = 0) -> None: ...
+
+        def record_event(self, event: object = None) -> object:
+            if event is None:
+                made.append(event := object())
+            return event
+
+        def wait_event(self, event: object) -> None:
+            assert event in made
+
+    stubs = {"Stream": Stream, "stream": lambda _: nullcontext(), "current_stream": Stream}
+    with mock.patch.multiple(torch.cuda, **stubs):
+        stream = CudaStream()
+        under_way = [stream.submit(lambda: None) for _ in range(3)]
+        assert len(made) == 1 + 3  # one for all producers
+        for _ in range(100):
+            under_way.append(stream.submit(lambda: None))
+            under_way.pop(0).wait()
+    assert len(made) == 1 + 4
 
 
 def _peaks(_: int) -> tuple[float, float, float]:
