@@ -23,11 +23,12 @@ class InputLayer:
         padded = padded_vocab_size(vocab_size, p)
         ranges = even_ranges(padded, p, vocab_size)
         self.shard = ranges[0]
-        (self.everything,) = even_ranges(padded, 1, vocab_size)
         self.tokens = [
             torch.randint(0, vocab_size, (n,), generator=generator, device=device) for _ in range(ROTATED)
         ]
+        # Rows of the first shard are numbered as ids.
         self.in_shard = [ids[plan_input(ids, ranges).positions(0)] for ids in self.tokens]
+        self.orders = [rows.argsort(stable=True) for rows in self.in_shard]
         self.full = torch.randn(padded, hidden, generator=generator, device=device).to(dtype)
         self.weight = self.full[: self.shard.rows].clone()
         self.grad = torch.randn(n, hidden, generator=generator, device=device).to(dtype)
@@ -44,18 +45,18 @@ class InputLayer:
             raise AssertionError("IF does not give the rows of the unsharded embedding")
 
         def backward(i: int) -> None:
-            ids = self.in_shard[i]
-            embedding_backward(self.grad[: len(ids)], ids, self.shard, self.main_grad)
+            rows = self.in_shard[i]
+            embedding_backward(self.grad[: len(rows)], rows, self.main_grad, order=self.orders[i])
 
         return {"IF": self._forward, "IB": backward}
 
     def whole_passes(self) -> dict[str, Contender]:
         """IF and IB as one rank that has the whole vocabulary runs them."""
-        tokens, everything = self.tokens, self.everything
+        tokens = self.tokens
         return {
-            "IF": lambda i: embedding_forward(tokens[i], self.full, everything),
-            "IB": lambda i: embedding_backward(self.grad, tokens[i], everything, self.full_grad),
+            "IF": lambda i: embedding_forward(tokens[i], self.full),
+            "IB": lambda i: embedding_backward(self.grad, tokens[i], self.full_grad),
         }
 
     def _forward(self, i: int) -> Tensor:
-        return embedding_forward(self.in_shard[i], self.weight, self.shard)
+        return embedding_forward(self.in_shard[i], self.weight)

@@ -73,26 +73,23 @@ def plan_input(tokens: Tensor, ranges: Sequence[VocabRange]) -> InputPlan:
 
 
 @torch.no_grad()
-def embedding_forward(tokens_owned: Tensor, weight: Tensor, shard: VocabRange) -> Tensor:
+def embedding_forward(rows_owned: Tensor, weight: Tensor) -> Tensor:
     """Pass IF: the rows of this shard's tokens.
 
     Args:
-        tokens_owned: [m] global ids, all inside the shard: ``tokens[plan.positions(rank)]``.
+        rows_owned: [m] int64 rows of the shard: ``tokens[plan.positions(rank)] - shard.start``.
         weight: [P, H].
-        shard: the rows that ``weight`` holds.
 
     Returns:
         [m, H] in the weight's dtype.
     """
-    return weight.index_select(0, tokens_owned.long() - shard.start)
+    return weight.index_select(0, rows_owned)
 
 
 @torch.no_grad()
 def assemble(plan: InputPlan, received: Tensor) -> Tensor:
     """First stage, after CI: rows of all ranks in owner order, [n, H], to token order, [n, H]."""
-    rows = torch.empty_like(received)
-    rows[plan.order] = received
-    return rows
+    return torch.empty_like(received).index_copy_(0, plan.order, received)
 
 
 @torch.no_grad()
@@ -101,17 +98,19 @@ def split_gradient(plan: InputPlan, grad: Tensor) -> Tensor:
 
     Split it by ``plan.counts`` to send each rank its own rows.
     """
-    return grad[plan.order]
+    return grad.index_select(0, plan.order)
 
 
 @torch.no_grad()
-def embedding_backward(grad_rows: Tensor, tokens_owned: Tensor, shard: VocabRange, main_grad: Tensor) -> None:
+def embedding_backward(
+    grad_rows: Tensor, rows_owned: Tensor, main_grad: Tensor, order: Tensor | None = None
+) -> None:
     """Pass IB: add the rows' gradients into this shard's weight gradient, in token order.
 
     Args:
         grad_rows: [m, H] gradient of the rows that ``embedding_forward`` gave, any floating dtype.
-        tokens_owned: [m] the same ids.
-        shard: the rows that the gradient holds.
+        rows_owned: [m] the same rows of the shard.
         main_grad: [P, H], added to in place; fp32 for 16-bit weights, or the weight's dtype.
+        order: [m] int64 that sorts ``rows_owned``, with equal ones as they stand; None sorts on the device.
     """
-    scatter_add_rows_(main_grad, tokens_owned.long() - shard.start, grad_rows)
+    scatter_add_rows_(main_grad, rows_owned, grad_rows, order=order)

@@ -24,8 +24,8 @@ def test_rows_wait_for_those_of_two_microbatches_before() -> None:
         side_stream=SimpleNamespace(submit=lambda work: next(events)),
     )
     owned = torch.tensor([0])
-    tokens = SimpleNamespace(rank=0, owned=owned, plan=SimpleNamespace(counts=(1, 1)))
-    microbatch = SimpleNamespace(owned_tokens=owned, embedded=(tokens,))
+    tokens = SimpleNamespace(rank=0, plan=SimpleNamespace(counts=(1, 1)))
+    microbatch = SimpleNamespace(owned_rows=owned, embedded=(tokens,))
     iteration = SimpleNamespace(
         rank=rank,
         call=SimpleNamespace(config=None),

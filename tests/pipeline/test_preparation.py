@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_vocabpar.layers.embedding import plan_input
 from megatron_vocabpar.layers.partition import ranges_from_sizes
+from megatron_vocabpar.layers.targets import owned_targets, target_rows
 from megatron_vocabpar.pipeline.microbatches import Microbatches
 from megatron_vocabpar.pipeline.preparation import _labels
 from megatron_vocabpar.pipeline.recording import ModelCall, record_call, record_calls
@@ -51,6 +53,45 @@ def test_masks_that_are_alike_are_kept_once(documents: tuple[int, ...], kept: in
     for found, first in zip(masks, documents, strict=True):
         assert found is not None
         assert torch.equal(found, mask(first))
+
+
+@pytest.mark.parametrize("member", range(3))
+@pytest.mark.parametrize("embedding_ranks", [(0, 0), (0, 1)])
+def test_a_plan_is_what_the_layers_find_with_torch(member: int, embedding_ranks: tuple[int, int]) -> None:
+    """Two heads, two sequences of 300 in two parts; in the second microbatch all labels count."""
+    draw = torch.Generator().manual_seed(member)
+    tokens, labels = torch.randint(0, 99, (2, 2, 2, 2, 300), generator=draw)
+    labels[0, torch.rand(2, 2, 300, generator=draw) > 0.9] = -100
+    ranges = ranges_from_sizes((40, 7, 53), 99)
+    found = Microbatches(
+        shapes=[(2, 2, 300)] * 2,
+        tokens=tokens.flatten(),
+        labels=labels.flatten(),
+        device=labels.device,
+        ranges=ranges,
+        member=member,
+        embedding_ranks=embedding_ranks,
+        parts=2,
+    )
+    for i in range(2):
+        apart = len(set(embedding_ranks)) > 1
+        sets = [tokens[i, :1], tokens[i, 1:]] if apart else [tokens[i]]
+        owned = []
+        for embedded, rank, ids in zip(found[i].embedded, embedding_ranks, sets, strict=False):
+            plan = plan_input(ids.flatten(), ranges)
+            assert (embedded.rank, embedded.shape, embedded.plan.counts) == (rank, ids.shape, plan.counts)
+            assert torch.equal(embedded.plan.order, plan.order)
+            owned.append(ids.flatten()[plan.positions(member)] - ranges[member].start)
+        assert len(found[i].embedded) == len(sets)
+        assert torch.equal(found[i].owned_rows, torch.cat(owned))
+        assert torch.equal(found[i].by_row, torch.cat(owned).argsort(stable=True))
+        targets, expected = (
+            found[i].owned_targets,
+            owned_targets(target_rows(found[i].labels, ranges[member])),
+        )
+        for name in ("tokens", "rows", "by_token", "by_row"):
+            assert torch.equal(getattr(targets, name), getattr(expected, name))
+            assert getattr(targets, name).data_ptr() % 16 == found[i].labels.data_ptr() % 16
 
 
 def test_rows_that_count() -> None:

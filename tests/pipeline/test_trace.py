@@ -199,16 +199,14 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
     assert real.counted is None
     targets = real.owned_targets
     embedded = tuple(
-        replace(
-            tokens,
-            plan=replace(tokens.plan, order=_on_device(tokens.plan.order)),
-            owned=_on_device(tokens.owned),
-        )
+        replace(tokens, plan=replace(tokens.plan, order=_on_device(tokens.plan.order)))
         for tokens in real.embedded
     )
     return replace(
         real,
         embedded=embedded,
+        owned_rows=_on_device(real.owned_rows),
+        by_row=_on_device(real.by_row),
         labels=_on_device(real.labels),
         owned_targets=OwnedTargets(
             *map(_on_device, (targets.tokens, targets.rows, targets.by_token, targets.by_row))

@@ -11,7 +11,6 @@ from megatron_vocabpar.layers.embedding import assemble, embedding_backward, spl
 from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.gradients import Writer, main_grad
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
-from megatron_vocabpar.pipeline.microbatches import Microbatch
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.slots import ARRIVAL, ROWS, ROWS_GRAD
 from megatron_vocabpar.runtime.comm import exchange_rows
@@ -37,7 +36,7 @@ class InputLayer(LayerHandlers):
         """IF: look up the rows that this rank owns, after those of microbatch i - 2 have left."""
         while len(self._departures) >= EMBEDDED_INPUTS:
             self.wait(self._departures.popleft())
-        rows = self.model.word_embeddings(self.microbatches[instruction.microbatch].owned_tokens)
+        rows = self.model.word_embeddings(self.microbatches[instruction.microbatch].owned_rows)
         self.buffers.put(instruction, ROWS, rows)
 
     def gather_rows(self, instruction: Comm) -> None:
@@ -46,7 +45,8 @@ class InputLayer(LayerHandlers):
         rows = self.buffers.take(Pass(PassType.IF, instruction.stage, instruction.microbatch), ROWS)
         send, receive = [0] * len(groups.ranks), [0] * len(groups.ranks)
         copies: list[torch.Tensor] = []
-        for tokens, part in zip(microbatch.embedded, _parts(microbatch, rows), strict=True):
+        owned = [tokens.plan.counts[groups.member] for tokens in microbatch.embedded]
+        for tokens, part in zip(microbatch.embedded, rows.split(owned), strict=True):
             for member in groups.members_of(tokens.rank):
                 send[member] = len(part)
                 copies.append(part)
@@ -107,10 +107,14 @@ class InputLayer(LayerHandlers):
                 continue
             grads = [self.buffers.take(Pass(PassType.B, s, i), ROWS_GRAD) for s in self._embedding_stages]
             grad = (torch.cat(grads) if len(grads) > 1 else grads[0]).flatten(0, 2)
-            by_owner = split_gradient(tokens.plan, grad).split(list(counts))
-            owners = range(groups.tensor_rank, len(counts), groups.tensor)
+            rows, owners = (
+                split_gradient(tokens.plan, grad),
+                range(groups.tensor_rank, len(counts), groups.tensor),
+            )
             send = [count if owner in owners else 0 for owner, count in enumerate(counts)]
-            rows = torch.cat([by_owner[owner] for owner in owners]).to(weight.dtype)
+            if groups.tensor > 1:
+                rows = torch.cat(rows.split(counts)[groups.tensor_rank :: groups.tensor])
+            rows = rows.to(weight.dtype)
         self.buffers.put(instruction, ARRIVAL, self._exchange(rows, send, receive))
 
     def input_backward(self, instruction: Pass) -> None:
@@ -119,11 +123,6 @@ class InputLayer(LayerHandlers):
         rows = self.arrived(Comm(CommType.CIB, instruction.stage, i), ARRIVAL)
         weight = self.model.word_embeddings.weight
         if weight.requires_grad:
-            owned = self.microbatches[i].owned_tokens
-            embedding_backward(rows, owned, self.model.shard.range, main_grad(weight))
+            microbatch = self.microbatches[i]
+            embedding_backward(rows, microbatch.owned_rows, main_grad(weight), order=microbatch.by_row)
         self.gradients.wrote(Writer(PassType.IB))
-
-
-def _parts(microbatch: Microbatch, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The owned rows by the rank that gets them."""
-    return rows.split([len(tokens.owned) for tokens in microbatch.embedded])

@@ -100,7 +100,7 @@ class _VocabRows(torch.nn.Module):
 class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
     """This rank's rows of the input embedding. There are three kinds of calls:
 
-    - pass IF, with token ids ``[k]`` of this rank: their rows ``[k, H]``;
+    - pass IF, with numbers ``[k]`` of this rank's rows: these rows ``[k, H]``;
     - F of the first stage, with token ids ``[b, s]``: the rows ``[b, s, H]`` that the schedule has put into
       ``rows_to_embed``;
     - from outside the schedule, with ``rows_to_embed`` empty: a look-up as in stock Megatron, or a
@@ -123,7 +123,7 @@ class VocabShardEmbedding(_VocabRows, VocabParallelEmbedding):
                     "Megatron-LM without --enable-vocab-parallel), or with a pipeline size of 1"
                 )
             return super().forward(input_)
-        return embedding_forward(input_, self.weight.detach(), self.shard.range)
+        return embedding_forward(input_, self.weight.detach())
 
 
 class VocabShardOutput(_VocabRows, ColumnParallelLinear):
