@@ -94,7 +94,7 @@ def loss_and_gradient(
     """
     config, with_gradient = call.config, not call.forward_only
     store: list[Any] = []
-    leaf = token_losses.detach().clone().requires_grad_(with_gradient)
+    leaf = token_losses.detach().requires_grad_(with_gradient)
     values = {name: value.detach().clone() for name, value in values.items()}
     names = [name for name in values if name in METRICS and METRICS[name].has_gradient]
     leaves = [leaf, *(values[name].requires_grad_(with_gradient) for name in names)]
@@ -102,10 +102,10 @@ def loss_and_gradient(
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
     with torch.set_grad_enabled(with_gradient):
-        # Megatron divides the loss in place, so it must not be a leaf itself: times 1.
+        # Megatron divides the loss in place, so it must be neither a leaf nor the softmax's own: times 1.
         loss, num_tokens = schedules.forward_step_calc_loss(
             call.chunks[-1],
-            main_loss(leaf * 1.0 if with_gradient else leaf),
+            main_loss(leaf * 1.0),
             loss_func,
             config,
             None,

@@ -60,9 +60,9 @@ class LossReports:
         self._noted = _Noted(iteration.rank.pipeline_rank, iteration.rank.not_finite)
 
     def hidden(self, i: int, x: torch.Tensor) -> None:
-        """Note whether the output layer's hidden states ``[n, H]`` of microbatch ``i`` are finite."""
+        """Note the largest of the output layer's hidden states ``[n, H]`` of microbatch ``i``."""
         if self._looks:
-            self._noted.finite_hidden[i] = x.isfinite().all()
+            self._noted.largest_hidden[i] = _largest(x)
 
     def report(
         self, i: int, token_losses: torch.Tensor, numbers: Mapping[str, torch.Tensor] = _NONE
@@ -81,7 +81,7 @@ class LossReports:
         """
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
-            self._noted.finite_losses[i] = token_losses.isfinite().all()
+            self._noted.largest_loss[i] = _largest(token_losses)
         values = {name: numbers[name][0] for name in self._means if name in numbers}
         model, recorded = call.chunks[-1], iteration.with_loss[i]
         wins = numbers.get("correct")
@@ -109,6 +109,8 @@ class LossReports:
             dropped = iteration.microbatches.labels(i) == DROPPED
             self._noted.without_loss[i] = (grad * dropped == 0).all()
         self._noted.unasked.extend((i, name) for name in more if name not in self._gradients)
+        if not self._gradients:
+            return grad.unsqueeze(0)
         grads = torch.stack([grad, *(torch.zeros_like(grad) for _ in self._gradients)])
         for place, name in enumerate(self._gradients, 1):
             if name in more:
@@ -121,7 +123,9 @@ class LossReports:
 
 
 class _Noted:
-    """What is noted of the microbatches: one bool each, on the device, until the whole iteration is queued.
+    """What is noted of the microbatches: one number each, on the device, until the whole iteration is queued.
+
+    Of what is to be finite it is the largest magnitude: one kernel, which reads once. NaN stays NaN in it.
 
     The iteration holds it, so it does not hold the iteration: a cycle would keep every microbatch alive
     until Python's collector runs.
@@ -130,21 +134,21 @@ class _Noted:
     def __init__(self, pipeline_rank: int, not_finite: Callable[[str], None] | None) -> None:
         self.linear: dict[int, torch.Tensor] = {}
         self.without_loss: dict[int, torch.Tensor] = {}
-        self.finite_hidden: dict[int, torch.Tensor] = {}
-        self.finite_losses: dict[int, torch.Tensor] = {}
+        self.largest_hidden: dict[int, torch.Tensor] = {}
+        self.largest_loss: dict[int, torch.Tensor] = {}
         self.unasked: list[tuple[int, str]] = []
         self._pipeline_rank = pipeline_rank
         self._not_finite = not_finite
 
     def checks(self) -> Iterator[Callable[[], None]]:
         """The check, if there is something to check; one copy brings all to the host."""
-        values = [value for kind in self._kinds() for value in kind.values()]
+        values = [torch.stack(list(kind.values())) for kind in self._kinds() if kind]
         if values or self.unasked:
-            copy = start_to_host(torch.stack(values)) if values else HostCopy(torch.empty(0))
-            yield partial(self._check, copy)
+            holds = [value if value.dtype == torch.bool else value.isfinite() for value in values]
+            yield partial(self._check, start_to_host(torch.cat(holds)) if holds else HostCopy(torch.empty(0)))
 
     def _kinds(self) -> tuple[dict[int, torch.Tensor], ...]:
-        return self.linear, self.without_loss, self.finite_hidden, self.finite_losses
+        return self.linear, self.without_loss, self.largest_hidden, self.largest_loss
 
     def _check(self, copy: HostCopy) -> None:
         """Raise, or tell the listener, if something that should hold of a microbatch does not."""
@@ -214,6 +218,11 @@ def _with_metrics(
         linear = torch.isclose(loss_func(2 * value)[0], 2 * losses[-1][0], rtol=1e-4, equal_nan=True)
     means = {name: loss[-1][mean] for name, loss in zip(names, losses, strict=True)}
     return dict(report) | means, linear
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, as a tensor of no dimension; NaN if there is one."""
+    return torch.linalg.vector_norm(x, torch.inf)
 
 
 def _first_broken(holds: Mapping[int, bool]) -> int | None:

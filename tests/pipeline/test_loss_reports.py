@@ -67,7 +67,7 @@ def test_the_first_loss_that_is_not_finite_is_told_where_it_is_looked_for(watche
     told: list[str] = []
     reports = LossReports(iteration(told if watched else None))
     for i, hidden, loss in ((0, 1.0, 1.0), (2, 1.0, float("inf")), (1, float("nan"), float("nan"))):
-        reports.hidden(i, torch.tensor([[1.0, hidden]]))
+        reports.hidden(i, torch.tensor([[1.0, hidden], [2.0, -3.0]]).bfloat16())
         reports.report(i, torch.tensor([[1.0, loss]]))
     finish(reports)
     assert told == ["rank 7: the loss of microbatch 1 is not finite, first before pass 3S1"][: int(watched)]

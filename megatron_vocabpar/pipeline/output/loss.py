@@ -56,7 +56,8 @@ class Losses(LayerHandlers):
         grads = self._reports.report(i, spread.pop("token_losses"), spread)
         if grads is None:
             return None
-        return torch.stack([microbatch.take(microbatches.rows(i, grad)) for grad in grads])
+        rows = [microbatch.take(microbatches.rows(i, grad)) for grad in grads]
+        return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
 
     def _hand_over(self, i: int, logprobs: torch.Tensor, ids: torch.Tensor) -> None:
         """Give the call a microbatch's most likely ids: [n, k] in the order of its tokens [s, b].
