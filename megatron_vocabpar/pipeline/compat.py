@@ -22,6 +22,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 
@@ -41,6 +42,7 @@ GROUPS_ARGUMENT = list(inspect.signature(LanguageModule).parameters)[1]
 COUNTS_LAYERS_BY_GROUP = "pp_rank" in inspect.signature(get_transformer_layer_offset).parameters
 """Whether megatron-core counts the layers of a chunk from its process groups; 0.14 asks global state."""
 
+_CASTS_IF_ASKED = "fp32_output" in inspect.signature(Float16Module.forward).parameters
 _FINALIZE_PARAMETERS = tuple(inspect.signature(finalize_model_grads).parameters)
 
 
@@ -67,6 +69,15 @@ def released(output_tensor: torch.Tensor, config: Any) -> torch.Tensor:
     output = make_viewless_tensor(output_tensor, requires_grad=True, keep_graph=True)
     schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
     return output
+
+
+def in_half_precision(model: Any) -> dict[str, bool]:
+    """The argument by which a wrapped model keeps a last stage's output in 16 bits, where there is one."""
+    while hasattr(model, "module"):
+        if isinstance(model, Float16Module):
+            return {"fp32_output": False} if _CASTS_IF_ASKED else {}
+        model = model.module
+    return {}
 
 
 def loss_and_gradient(

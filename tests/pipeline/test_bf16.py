@@ -13,12 +13,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
+from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from megatron_vocabpar.train.weights import global_parameters, initialise_weights
 from tests.cases import rest_is_slow
 from tests.pipeline import gpt
-from tests.pipeline.gpt import Case, Result, batch, build_model, parallel_groups, run, train
+from tests.pipeline.gpt import Case, Result, batch, build_model, case_of, parallel_groups, run, train
 from tests.spawn import run_ranks
 
 CASE = Case(pp=2, m=2, dtype=torch.bfloat16, hidden=64, seq_length=32, vocab_size=256, steps=1, init_std=0.05)
@@ -97,6 +99,47 @@ def test_error_is_no_larger_than_stocks(method: str, confident: bool, dtype: tor
     # Further down, and in the loss, the same bf16 transformer layers dominate: luck decides a few percent.
     assert np.mean(list(our_errors.values())) <= 1.1 * np.mean(list(stock_errors.values()))
     assert abs(ours[-1].losses[0] - loss) <= 1.1 * abs(stock[-1].losses[0] - loss) + 1e-6
+
+
+def _trained_and_seen(rank: int, case: Case, casts: bool) -> tuple[Result, set[torch.dtype]]:
+    """A training whose last stage's output is cast to float32 or not; the dtypes of stages' outputs in B."""
+    seen: set[torch.dtype] = set()
+    backward = compat.backward_step
+
+    def step(stage_input: Any, output: torch.Tensor, grad: torch.Tensor, config: Any) -> Any:
+        assert grad.dtype == output.dtype
+        seen.add(output.dtype)
+        return backward(stage_input, output, grad, config)
+
+    kept = (lambda _: {}) if casts else compat.in_half_precision
+    with patch.multiple(compat, backward_step=step, in_half_precision=kept):
+        return train(rank, case), seen
+
+
+@pytest.mark.skipif(not compat._CASTS_IF_ASKED, reason="this Megatron always casts the last stage's output")
+@pytest.mark.parametrize(
+    ("method", "family", "dtype"),
+    rest_is_slow(
+        [
+            ("vocab-2", "1f1b", torch.bfloat16),
+            ("vocab-1", "v-half", torch.bfloat16),
+            ("interlaced", "1f1b", torch.bfloat16),
+            ("vocab-1", "1f1b", torch.float16),
+        ],
+        ("vocab-1", "v-half", torch.bfloat16),
+    ),
+)
+def test_hidden_states_stay_in_16_bits_and_nothing_else_changes(
+    method: str, family: str, dtype: torch.dtype
+) -> None:
+    case = case_of(generate(method, 2, 3, family=family), dtype=dtype, loss_scale=64.0)
+    both = zip(run(case, False, body=_trained_and_seen), run(case, True, body=_trained_and_seen), strict=True)
+    for (ours, seen), (cast, _) in both:
+        assert seen == {dtype}
+        assert (ours.losses, ours.evaluation) == (cast.losses, cast.evaluation)
+        for kind in ("first_gradients", "weights"):
+            for name, values in getattr(cast, kind).items():
+                np.testing.assert_array_equal(getattr(ours, kind)[name], values, name)
 
 
 def _unsharded_fp32_head(_: int, case: Case) -> Result:

@@ -37,9 +37,9 @@ class Stages(LayerHandlers):
         weight_gradients: one for each chunk if the schedule splits W from B, else empty.
         embedded_rows: from a stage and a microbatch to the rows ``[k, b, s, H]`` that the stage embeds, or
             None if it embeds nothing. Without it, the vocabulary layers are not partitioned.
-        output_gradient: from a microbatch to the gradient of the last stage's output: of its hidden states
-            if the vocabulary layers are partitioned, else of the tokens' losses. Without it, the loss
-            function is on the last stage's rank.
+        output_gradient: from a microbatch and a dtype to the gradient of the last stage's output: of its
+            hidden states if the vocabulary layers are partitioned, else of the tokens' losses. Without it,
+            the loss function is on the last stage's rank.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Stages(LayerHandlers):
         iteration: Iteration,
         weight_gradients: Sequence[WeightGradients] = (),
         embedded_rows: Callable[[int, int], torch.Tensor | None] | None = None,
-        output_gradient: Callable[[int], torch.Tensor] | None = None,
+        output_gradient: Callable[[int, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         super().__init__(iteration)
         self.weight_gradients = weight_gradients
@@ -84,8 +84,8 @@ class Stages(LayerHandlers):
         if not is_last_stage:
             self.buffers.put(instruction, OUTPUT, kept(output.detach(), call.config))
         elif partitioned:
-            # Megatron's half-precision wrapper turns the last stage's output into float32: exact either way.
-            hidden = output.detach().to(call.config.params_dtype)
+            # An older Megatron's wrapper turns the last stage's output into float32: exact either way.
+            hidden = kept(output.detach(), call.config).to(call.config.params_dtype)
             self.buffers.put(instruction, HIDDEN, hidden.flatten(0, 1))
         elif self.output_gradient is not None:
             # A copy: Megatron frees the storage of the output.
@@ -128,7 +128,7 @@ class Stages(LayerHandlers):
         output_grad: torch.Tensor | None = None
         if stage == placement.last_stage:
             if self.output_gradient is not None:
-                output_grad = self.output_gradient(i).to(output.dtype)
+                output_grad = self.output_gradient(i, output.dtype)
         elif placement.rank_of(stage + 1) == self.rank.pipeline_rank:
             output_grad = self.buffers.take(Pass(PassType.B, stage + 1, i), INPUT_GRAD)
         else:
@@ -176,6 +176,7 @@ def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[.
     """A ``forward_step`` that calls the model as recorded."""
 
     def call_model(_: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        return model(*recorded.args, **recorded.kwargs), recorded.loss_func
+        output = model(*recorded.args, **recorded.kwargs, **compat.in_half_precision(model))
+        return output, recorded.loss_func
 
     return call_model

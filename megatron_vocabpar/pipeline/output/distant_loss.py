@@ -46,12 +46,12 @@ class DistantLoss(LayerHandlers):
             grad = self.buffers.take(Pass(PassType.L, instruction.stage, i), GRADIENT)
         self.hand_on(instruction, ARRIVAL, self.sent(grad, self._tokens(i), self.rank.placement.p - 1))
 
-    def of_losses(self, i: int) -> torch.Tensor:
+    def of_losses(self, i: int, dtype: torch.dtype) -> torch.Tensor:
         """The gradient of the token losses of microbatch ``i``, for the last stage's B.
 
         ``[b, s]``, or ``[1 + D, b, s]`` with further heads.
         """
-        grad = self.arrived(Comm(CommType.CG, self.rank.pipeline_rank, i), ARRIVAL)
+        grad = self.arrived(Comm(CommType.CG, self.rank.pipeline_rank, i), ARRIVAL).to(dtype)
         k, b, s = self.microbatches.shapes[i]
         return grad.view(k, b, s) if k > 1 else grad.view(b, s)
 

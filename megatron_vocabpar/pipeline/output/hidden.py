@@ -57,7 +57,7 @@ class HiddenStates(LayerHandlers):
         source = Comm(CommType.C0, instruction.stage, instruction.microbatch)
         return self.arrived(source, ARRIVAL)
 
-    def gradient(self, i: int) -> torch.Tensor:
+    def gradient(self, i: int, dtype: torch.dtype) -> torch.Tensor:
         """The gradient of the last stage's output ``[(1 + D) s, b, H]``, for its B."""
         rank = self.rank.pipeline_rank
         source, *more = self.rank.method.waits_for[PassType.B]
@@ -70,22 +70,28 @@ class HiddenStates(LayerHandlers):
         else:
             grad = self.arrived(Comm(source, rank, i), ARRIVAL)
         if more:  # interlaced's is scaled already
-            grad = self.scaled(i, grad, self._scales(i))
-        rows = self.microbatches[i].spread(grad, self._part)
+            grad = self.scaled(i, grad, self._scales(i), dtype)
+        rows = self.microbatches[i].spread(grad.to(dtype), self._part)
         return rows.view(self.iteration.hidden_shape(i, self.rank.placement.last_stage))
 
-    def scaled(self, i: int, hidden_grad: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    def scaled(
+        self, i: int, hidden_grad: torch.Tensor, grads: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """The rows ``[m, H]`` of this rank's part of the sequence, scaled by the true gradients [k, n].
 
         Args:
             i: the microbatch.
-            hidden_grad: [n, H] or [k, n, H], made for gradients of 1; written to.
+            hidden_grad: [n, H] or [k, n, H], made for gradients of 1; may be written to.
             grads: [k, n].
+            dtype: to which one pass scales and rounds [n, H].
         """
         counts, part = self.microbatches[i].counts, self._part
         rows, scales = hidden_grad.split(counts, -2)[part], grads.split(counts, -1)[part]
-        rows.mul_(scales.reshape(*rows.shape[:-1], 1))
-        return rows.sum(0) if rows.dim() == 3 else rows
+        scales = scales.reshape(*rows.shape[:-1], 1)
+        if rows.dim() == 3:
+            return rows.mul_(scales).sum(0)
+        narrow = dtype is not None and dtype != rows.dtype
+        return torch.mul(rows, scales, out=torch.empty_like(rows, dtype=dtype) if narrow else rows)
 
     @property
     def _part(self) -> int:
