@@ -18,8 +18,13 @@ from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
-from megatron_vocabpar.plan.stock import Layout, stages_of
+from megatron_vocabpar.plan.stock import Layout
 from megatron_vocabpar.plan.stock_choices import layouts_of, stock_choice, stock_in_full
+from megatron_vocabpar.schedule.times.costs import PassTimes
+from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
+from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
 @click.command("layout")
@@ -104,8 +109,9 @@ def _checked(request: Request, layout: str) -> Layout:
 def _told(request: Request, choice: Choice, layout: Layout) -> str:
     """A layout's time, memory, and how much more than the mean its busiest rank works."""
     p = request.job.p
-    stages = stages_of(layout, p, costs_of(request, layout.layers))
-    both = [sum(ms) for ms in zip(stages.forward, stages.backward, strict=True)]
+    frame = Schedule(method_named(BASELINE), Placement(p, layout.chunks, "standard"), request.job.m)
+    passes = PassTimes.of(costs_of(request, layout.layers), frame, splits_w=False).passes
+    both = [sum(ms) for ms in zip(passes[PassType.F], passes[PassType.B], strict=True)]
     ranks = [sum(both[rank::p]) for rank in range(p)]
     busiest = max(ranks) * p / sum(ranks) - 1.0
     fits = "" if choice.fits(request) else f", more than the {request.limit_gib:.1f} of a GPU"

@@ -1,6 +1,6 @@
 """A request to the planner, and a choice: one schedule that could answer it, with its time and memory.
 
-Next: ``stock.py``.
+Next: ``stock_choices.py``.
 """
 
 from __future__ import annotations

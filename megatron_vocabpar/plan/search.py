@@ -33,7 +33,7 @@ from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, RESERVED, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.stock_choices import stock_choices
+from megatron_vocabpar.plan.stock_choices import quick_stock_choices
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import family_named
@@ -236,7 +236,8 @@ def tried(
             least = min(map(_ms, ours), default=inf)
             limits = min(ours_ms, least), _NEAR * min(best_ms, least)
             ours += _fitting(question, job, method, family, limits, _LAYOUTS)
-    stock = _cheapest(question, job, "stock", lambda one: stock_choices(one, shorter=True), stock_ms)
+    played = partial(quick_stock_choices, below_ms=stock_ms)
+    stock = _cheapest(question, job, "stock", played, stock_ms)
     return [*_near(ours), *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain, islice
 from math import inf
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of, longest_after_ms, priced_ms
@@ -16,30 +17,47 @@ from megatron_vocabpar.plan.layer_counts import ideal, works
 from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.price import Use
-from megatron_vocabpar.plan.stock import Layout, held_layers, layouts, play, stages_of
+from megatron_vocabpar.plan.stock import Layout, layouts
+from megatron_vocabpar.schedule.make.stock import stock_schedule
+from megatron_vocabpar.schedule.play.events import run_passes
+from megatron_vocabpar.schedule.play.peaks import peak_activations
+from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.times.redistribution import cut, moves
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _BY_HAND = ", by hand"
 _PLAYS = 300  # of a pattern's placements
 
 
-def stock_choices(request: Request, *, shorter: bool = False) -> list[Choice]:
-    """Megatron's own schedules: for each way to place layers the fastest that fits, or the smallest.
+def stock_choices(request: Request) -> list[Choice]:
+    """Megatron's own schedules in full: for each way to place layers the fastest that fits, or the smallest.
 
-    Of a pattern the fastest of all is played in full with its bars moved.
-
-    ``shorter`` plays those that fit for a few microbatches, as ``choice_of`` does; others take ``inf``.
+    Of a pattern the fastest of all is played with its bars moved, too.
     """
-    tried: dict[str, list[Choice]] = {}
+    kinds: dict[str, list[Choice]] = {}
     for placed in layouts_of(request):
         kind = re.sub(r" x\d+", "", placed.name)
-        tried.setdefault(kind, []).append(stock_choice(request, placed, shorter))
+        kinds.setdefault(kind, []).append(stock_choice(request, placed, False))
     order = partial(_order, request)
-    found = [min(some, key=order) for some in tried.values()]
-    best = None if shorter or not request.model.pattern else min(found, key=order)
+    found = [min(some, key=order) for some in kinds.values()]
+    best = min(found, key=order) if request.model.pattern else None
     return [stock_in_full(request, one) if one is best else one for one in found]
+
+
+def quick_stock_choices(request: Request, below_ms: float = inf) -> list[Choice]:
+    """Megatron's own schedules, each played for a few microbatches if it fits; else it takes ``inf``.
+
+    What cannot take less than ``below_ms``, or than the fastest before it, is not played, and has a problem.
+    """
+    tried: list[Choice] = []
+    for placed in layouts_of(request):
+        tried.append(stock_choice(request, placed, True, below_ms))
+        if tried[-1].fits(request):
+            below_ms = min(below_ms, tried[-1].iteration_ms)
+    return tried
 
 
 def stock_in_full(request: Request, choice: Choice) -> Choice:
@@ -99,36 +117,65 @@ def layouts_of(request: Request) -> Iterator[Layout]:
                 yield _with_bars(request, placed, counts)
 
 
-def stock_choice(request: Request, placed: Layout, shorter: bool) -> Choice:
-    """Megatron's own schedule with its layers placed so, played for a few microbatches or for all."""
+def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: float = inf) -> Choice:
+    """Megatron's own schedule with its layers placed so, played for a few microbatches or for all.
+
+    What cannot take less than ``below_ms`` is not played, and has a problem.
+    """
     model, job, baseline = request.model, request.job, method_named(BASELINE)
-    costs = costs_of(request, placed.layers)
     few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, few) if shorter else job.m
-    times = stages_of(placed, job.p, costs)
-    placement = Placement(job.p, placed.chunks, "standard")
-    weights = tuple(held_by_stages(model, job, placed.layers))
-    of_ranks = [sum(weights[rank :: job.p]) for rank in range(job.p)]
-    most = held_layers(weights, job.p, m, times.hidden > 0.0)
-    held = [Held(of_all / max(1, count)) for of_all, count in zip(most, of_ranks, strict=True)]
-    stages = stage_memory(model, job, baseline, placement, placed.layers, held, Bytes())
-    choice = Choice(STOCK, placed.name, placed.layers, inf, stages=tuple(stages), flags=placed.flags)
-    if shorter and not choice.fits(request):
-        return choice
-    played = play(times, job.p, m, costs.p2p_ms)
-    length_ms = played.length_ms + (job.m - m) * max(played.further_ms)
-    work_ms = sum(played.work_ms) + (job.m - m) * sum(played.further_ms)
-    use = Use(work_ms / job.p / length_ms)
-    ends_ms = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
-    lengths_ms = priced_ms(request, length_ms, 1.0 - job.m * ends_ms / work_ms, use)
+    costs, placement = costs_of(request, placed.layers), Placement(job.p, placed.chunks, "standard")
+    times = PassTimes.of(costs, Schedule(baseline, placement, m), splits_w=False)
     parameters = parameters_of(model, job, baseline, placement, placed.layers)
     after = longest_after_ms(job, request.hardware, parameters, costs)
+    ends_ms = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
+
+    def priced(length_ms: float, work_ms: float) -> tuple[list[float], Use]:
+        use = Use(work_ms / job.p / length_ms)
+        share = 1.0 - job.m * ends_ms / work_ms
+        return [ms + after for ms in priced_ms(request, length_ms, share, use)], use
+
+    further = _further_ms(placement, times, pairs=placed.overlaps)
+    ways_ms = _ways_ms(placement, times)
+    least_ms = max(way_ms + job.m * ms for way_ms, ms in zip(ways_ms, further, strict=True))
+    (least_ms, *_), _ = priced(least_ms, job.m * sum(further))
+    choice = Choice(STOCK, placed.name, placed.layers, inf, flags=placed.flags)
+    if least_ms >= below_ms:
+        return replace(choice, problem=f"takes at least {least_ms:.0f} ms")
+    schedule = stock_schedule(job.p, m, placed.chunks, overlaps=placed.overlaps)
+    held = map(Held, peak_activations(schedule, held_by_stages(model, job, placed.layers)))
+    stages = stage_memory(model, job, baseline, placement, placed.layers, [*held], Bytes())
+    choice = replace(choice, stages=tuple(stages))
+    if shorter and not choice.fits(request):
+        return choice
+    length_ms = max(run_passes(schedule, times).ends) + (job.m - m) * max(further)
+    work_ms = sum(map(times.of_instruction, chain.from_iterable(schedule.rows))) + (job.m - m) * sum(further)
+    lengths_ms, use = priced(length_ms, work_ms)
     return replace(
         choice,
-        iteration_ms=lengths_ms[0] + after,
-        other_ms=lengths_ms[-1] + after,
+        iteration_ms=lengths_ms[0],
+        other_ms=lengths_ms[-1],
         idle=1.0 - use.busy,
         exact=not shorter,
         after_ms=after,
         use=use,
     )
+
+
+def _further_ms(placement: Placement, times: PassTimes, *, pairs: bool) -> list[float]:
+    """Each rank's work for one more microbatch, whose F all run together with a B if ``pairs``."""
+    work = []
+    for rank in range(placement.p):
+        stages = placement.stages_of(rank)
+        alone = sum(times.passes[type_][stage] for type_ in (PassType.F, PassType.B) for stage in stages)
+        both = zip(stages, reversed(stages), strict=True) if pairs else ()
+        work.append(alone - sum(times.hidden[pair] for pair in both))
+    return work
+
+
+def _ways_ms(placement: Placement, times: PassTimes) -> Iterator[float]:
+    """For each rank, the way of the first microbatch to its first stage, and of the last one back from it."""
+    hop_ms = times.comms[CommType.SEND_F] + times.comms[CommType.SEND_B]
+    both = zip(times.passes[PassType.F], times.passes[PassType.B], strict=True)
+    return accumulate((hop_ms + sum(ms) for ms in islice(both, placement.p - 1)), initial=0.0)

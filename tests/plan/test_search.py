@@ -120,7 +120,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(where, name, counts)
 
     counting(Problem, "_try")
-    counting(playing, "play")
+    counting(playing, "run_passes")
     return plays
 
 

@@ -60,11 +60,11 @@ def chunk_weights(placement: Placement, layers: Sequence[int] | None) -> tuple[i
 def peak_activations(schedule: Schedule, layers: Sequence[int] | None = None) -> tuple[float, ...]:
     """For each rank, the most microbatches whose activations it holds at once, from F to B (or W, if split).
 
-    A chunk counts as its share of the rank's ``layers``, which list those of each stage; without them as
-    1/chunks of a microbatch.
+    A chunk counts as its share of the rank's ``layers``, which list those of each stage, so that a stage
+    without layers holds nothing; without them as 1/chunks of a microbatch.
     """
     release = PassType.W if schedule.splits_w else PassType.B
-    weights = chunk_weights(schedule.placement, layers)
+    weights = layers if layers and schedule.chunks > 1 else (1,) * schedule.placement.num_stages
     peaks = []
     for rank, passes in enumerate(schedule.ranks):
         alive = peak = 0
