@@ -42,8 +42,9 @@ from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import limits_channels, machine
 from megatron_vocabpar.runtime.timeline import Timeline
+from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import SEARCH, family_of
-from megatron_vocabpar.schedule.make.generate import make_plan, plan_for
+from megatron_vocabpar.schedule.make.generate import Scheduled, make_plan
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
@@ -276,16 +277,15 @@ def plan_request(
         for family in fitting
         for method in known or methods
     ]
-    times = [(simulate(plan_for(each)).iteration_ms, each) for each in requests]
-    best_ms, best = min(times, key=lambda timed: timed[0])
-    others = ", ".join(
-        f"{each.method_name} in {each.family_name} {ms / best_ms - 1:+.1%}"
-        for ms, each in times
-        if each is not best
+    best, *others = choose(map(Scheduled.of, requests))
+    slower = ", ".join(
+        f"{one.request.method_name} in {one.request.family_name} {one.known_ms / best.known_ms - 1:+.1%}"
+        + ("" if one.is_full else " at least")
+        for one in others
     )
-    return best, (
-        f"auto takes {best.method_name} in {best.family_name}, the fastest within {cap:g} microbatches of "
-        f"activations; others: {others or 'none'}"
+    return best.request, (
+        f"auto takes {best.request.method_name} in {best.request.family_name}, the fastest within {cap:g} "
+        f"microbatches of activations; others: {slower or 'none'}"
     )
 
 

@@ -7,7 +7,7 @@ made with *benign* times: backward twice as long as forward, short vocabulary pa
 textbook's (Figures 9 and 10).
 
 First come the recipes that win most often, then random ones, the same in every run. Of a long schedule only
-the first few can be played; ``best_schedule.py`` plays thousands.
+the first few can be played.
 """
 
 from __future__ import annotations

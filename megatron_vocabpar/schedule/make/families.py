@@ -24,7 +24,7 @@ from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.placement import Shape
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
-SEARCH = "search"  # not a family: the best of all (``best_schedule.py``)
+SEARCH = "search"  # not a family: the best of all (``generate.py``)
 
 _LONG_F, _LONG_B = 0.5, 0.75  # one-chunk hops with which interleaved's steady state packs best
 _BESIDES = 2.0  # microbatches that V-shapes hold besides the hops': in the output layer, and between B and W

@@ -4,23 +4,59 @@ Several candidates (``candidates.py``) are played with the request's times. If a
 too long, each is played for fewer, and then the fastest for all. The vocabulary passes are part of every
 block, so no family knows of them. The same request gives the same plan, on every rank.
 
+The family ``search`` stands for all families, each under the request's cap on memory and under smaller ones:
+what fits in less memory is valid with more. So the result is never slower than a family under its own cap,
+and more memory never makes it slower (from one of ``caps`` to any other).
+
 Next: ``problem.py``, then ``play/lower.py``, which adds the communication, and ``plan.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_vocabpar.schedule.make.best_schedule import search
-from megatron_vocabpar.schedule.make.families import SEARCH
+from megatron_vocabpar.schedule.make.choose import choose
+from megatron_vocabpar.schedule.make.families import (
+    ONE_F_ONE_B,
+    SEARCH,
+    Family,
+    claimed_peak,
+    families,
+    family_named,
+)
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.words.methods import Method
-from megatron_vocabpar.schedule.words.schedule import Schedule
+from megatron_vocabpar.schedule.words.methods import Method, method_named
+from megatron_vocabpar.schedule.words.schedule import MOST_FORWARDS, Schedule
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A request for one family, for ``choose``: its bound in ms, then its schedule and what that takes."""
+
+    request: PlanRequest
+    known_ms: float
+    schedule: Schedule | None = None
+
+    @staticmethod
+    def of(request: PlanRequest) -> Scheduled:
+        """The request with its bound; errors are those of ``schedule_for``."""
+        return Scheduled(request, Problem.of(request).bound_ms())
+
+    @property
+    def is_full(self) -> bool:
+        return self.schedule is not None
+
+    def in_full(self, below_ms: float) -> Scheduled:
+        """The request with its schedule, and the ms that this takes with its communication."""
+        problem = Problem.of(self.request)
+        schedule = problem.best(TRIAL_PASSES)
+        return Scheduled(self.request, problem.simulated_ms(schedule), schedule)
 
 
 def schedule_for(request: PlanRequest, progress: Progress | None = None) -> Schedule:
@@ -28,14 +64,59 @@ def schedule_for(request: PlanRequest, progress: Progress | None = None) -> Sche
 
     Args:
         request: what to schedule.
-        progress: a function that a search calls with a line on what it tries next.
+        progress: a function that a search calls with a line on what it plays next.
 
     Raises:
         ValueError: naming the argument that is wrong, and what to give instead.
     """
-    if request.family == SEARCH:
-        return search(request, progress=progress)
-    return Problem.of(request).best(TRIAL_PASSES)
+    if request.family != SEARCH:
+        return Problem.of(request).best(TRIAL_PASSES)
+
+    def told(one: Scheduled) -> None:
+        if progress is not None:
+            name, most = one.request.family_name, one.request.max_activations
+            progress(f"{name}, at most {most:g} microbatches: {one.known_ms:.1f} ms or more")
+
+    best, *_ = choose(map(Scheduled.of, in_every_family(request)), told=told)
+    assert best.schedule is not None
+    return best.schedule
+
+
+def in_every_family(request: PlanRequest) -> list[PlanRequest]:
+    """The request with each family and each cap; the most memory first, then in the order of families.
+
+    Families that differ only in their claims (V shapes) are there once with each cap. Families with pairs
+    are there only if the costs say that pairs hide time.
+
+    Raises:
+        ValueError: if no family has so many chunks on each rank.
+    """
+    chunks, method, p = request.chunks, method_named(request.method), max(request.p, 1)
+    named = map(family_named, request.among or families())
+    allowed = [family for family in named if family.allows(chunks)]
+    if request.costs is None or not request.costs.hides:
+        allowed = [family for family in allowed if not family.pairs] or allowed
+    if not allowed:
+        raise ValueError(f"no family has {chunks} model chunks on each rank; leave chunks out to search all")
+    most = request.max_activations
+    if most is None:
+        most = claimed_peak(method, p, ONE_F_ONE_B, 1)
+    distinct: dict[tuple[object, ...], tuple[float, Family]] = {}
+    for family in allowed:
+        claim = claimed_peak(method, p, family, chunks or family.chunks)
+        sizes = family.shape, family.chunks, family.fixed_chunks
+        alike = *sizes, family.splits_w, family.packed, family.hops, family.pairs
+        distinct |= {(cap, *alike): (cap, family) for cap in {*caps(most), most, min(claim, most)}}
+    in_turn = sorted(distinct.values(), key=lambda one: -one[0])
+    return [replace(request, family=family, max_activations=cap) for cap, family in in_turn]
+
+
+def caps(most: float) -> Iterator[int]:
+    """Whole numbers up to ``most``, farther apart as they grow: 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
+    number = 1
+    while number <= min(most, MOST_FORWARDS):
+        yield number
+        number += max(1, 2 ** (number.bit_length() - 3))
 
 
 def plan_for(request: PlanRequest, progress: Progress | None = None) -> Plan:

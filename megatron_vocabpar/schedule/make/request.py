@@ -24,7 +24,7 @@ class PlanRequest:
         p: pipeline size, at least 1.
         m: microbatches, at least 1; may be below ``p``.
         family: one of ``families.families()``, a ``Family`` of your own, or ``"search"``: the fastest
-            schedule that is found in all families, which takes some seconds (``best_schedule.py``).
+            schedule that is found in all families, which takes some seconds.
         chunks: model chunks on each rank; by default the family's own number, in a search any.
         costs: times of the passes; by default ``PassCosts.default``. Every rank must be given the same.
         max_activations: the most microbatches whose activations a rank may hold, at least 1; by default

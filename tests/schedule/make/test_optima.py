@@ -25,10 +25,9 @@ from unittest.mock import patch
 import pytest
 
 from megatron_vocabpar.schedule.check.validate import validate
-from megatron_vocabpar.schedule.make.best_schedule import rungs, search
 from megatron_vocabpar.schedule.make.bounds import WAITING, least_ms
-from megatron_vocabpar.schedule.make.families import claimed_peak, families
-from megatron_vocabpar.schedule.make.generate import generate, schedule_for
+from megatron_vocabpar.schedule.make.families import SEARCH, claimed_peak, families
+from megatron_vocabpar.schedule.make.generate import caps, generate, schedule_for
 from megatron_vocabpar.schedule.make.problem import Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.plan import Plan
@@ -112,13 +111,12 @@ def test_v_zb_is_near_its_bound(p: int) -> None:
 
 @pytest.mark.slow
 def test_search_tries_smaller_caps() -> None:
-    assert [*rungs(25.5)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24]
+    assert [*caps(25.5)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24]
     among, told = [families()["1f1b"], families()["v-half"]], list[str]()
-    caps = (1.0, 1.5, 2.5)
-    request = PlanRequest(method="vocab-2", p=2, m=3, among=among)
-    found = [search(replace(request, max_activations=cap), progress=told.append) for cap in caps]
+    request = PlanRequest(method="vocab-2", p=2, m=3, family=SEARCH, among=among)
+    found = [schedule_for(replace(request, max_activations=most), told.append) for most in (1.0, 1.5, 2.5)]
     ms = [simulated(each).iteration_ms for each in found]
     assert ms == sorted(ms, reverse=True)
-    assert told[0].startswith("1 of 2: 1f1b, at most 1 ")
+    assert "1f1b, at most 1 microbatches: " in told[0] + told[1]
     named = (generate("vocab-2", 2, 3, family=family, max_activations=2.5) for family in among)
     assert ms[-1] <= min(simulated(each).iteration_ms for each in named)

@@ -9,10 +9,9 @@ from statistics import mean
 import pytest
 
 from megatron_vocabpar.schedule.check.validate import validate
-from megatron_vocabpar.schedule.make.best_schedule import search
 from megatron_vocabpar.schedule.make.bounds import least_ms
-from megatron_vocabpar.schedule.make.families import claimed_peak, families, family_named, family_of
-from megatron_vocabpar.schedule.make.generate import generate, make_plan
+from megatron_vocabpar.schedule.make.families import SEARCH, claimed_peak, families, family_named, family_of
+from megatron_vocabpar.schedule.make.generate import generate, make_plan, schedule_for
 from megatron_vocabpar.schedule.make.pair_candidates import pair_candidates
 from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
 from megatron_vocabpar.schedule.make.problem import Problem
@@ -167,14 +166,16 @@ def test_pairs_of_some_ranks_alone() -> None:
 def test_a_search_tries_pairs_where_there_is_something_to_hide() -> None:
     said: list[str] = []
     costs = replace(PassCosts.default(3), hidden_ms=6.0)
-    request = PlanRequest(method="vocab-2", p=3, m=9, max_activations=4, among=["v-zb", "dualpipev"])
-    found = search(replace(request, costs=costs), passes=30_000, progress=said.append)
+    request = PlanRequest(
+        method="vocab-2", p=3, m=9, family=SEARCH, max_activations=4, among=["v-zb", "dualpipev"]
+    )
+    found = schedule_for(replace(request, costs=costs), said.append)
     assert found.pairs
     alone = generate("vocab-2", 3, 9, family="dualpipev", costs=costs, max_activations=4)
     assert simulate(Plan.of(found, costs)).iteration_ms <= simulate(Plan.of(alone, costs)).iteration_ms
     assert any("dualpipev" in line for line in said)
     said.clear()
-    assert not search(request, passes=30_000, progress=said.append).pairs
+    assert not schedule_for(request, said.append).pairs
     assert not any("dualpipev" in line for line in said)
-    only = replace(request, among=["dualpipev"])
-    assert search(only, passes=30_000) == search(replace(request, among=["v-zb"]), passes=30_000)
+    only, without = (replace(request, among=[family]) for family in ("dualpipev", "v-zb"))
+    assert schedule_for(only) == schedule_for(without)
