@@ -115,6 +115,21 @@ def test_whole_waves_are_chosen() -> None:
     assert product_seconds(262, 32000, 4096) == pytest.approx(1.5 * product_seconds(256, 32000, 4096))
 
 
+@pytest.mark.parametrize(
+    ("n", "ids", "hidden"), [(2048, 8192, 3072), (8192, 19072, 4096), (4096, 4096, 8192)]
+)
+def test_fewer_chunks_would_take_more_than_3_percent_longer(n: int, ids: int, hidden: int) -> None:
+    def seconds(size: int) -> float:
+        return sum(chunk_seconds(min(size, n - start), ids, hidden) for start in range(0, n, size))
+
+    chosen = rows_per_chunk(n, ids, hidden)
+    sizes = [min(128 * tiles, n) for tiles in range(1, -(-n // 128) + 1) if 128 * tiles * ids * 4 <= 2**27]
+    best = min(map(seconds, sizes))
+    assert seconds(chosen) <= 1.03 * best
+    assert all(seconds(size) > 1.03 * best for size in sizes if -(-n // size) < -(-n // chosen))
+    assert -(-n // chosen) < -(-n // min(sizes, key=seconds))  # without the 3 % there would be more
+
+
 def test_a_device_with_other_multiprocessors_has_other_chunks() -> None:
     assert rows_per_chunk(4096, 19072, 4096, Machine(108, 40 * 2**20)) != rows_per_chunk(4096, 19072, 4096)
     assert machine_of(torch.device("meta")) == H200
