@@ -49,7 +49,8 @@ class Compiled:
 
 
 @contextmanager
-def _pretended_driver(capability: int, launched: list[Any]) -> Iterator[None]:
+def pretended_driver(capability: int, launched: list[Any]) -> Iterator[None]:
+    """Launches compile for this compute capability, such as 80, and are listed: name and compiled kernel."""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, warmup: bool = False, **options: Any) -> None:
@@ -68,7 +69,7 @@ def _pretended_driver(capability: int, launched: list[Any]) -> Iterator[None]:
 def compile_launches(capability: int, launch: Callable[[], object]) -> list[Compiled]:
     """Compile what ``launch`` launches for this compute capability, such as 80."""
     launched: list[Any] = []
-    with _pretended_driver(capability, launched):
+    with pretended_driver(capability, launched):
         launch()
     return [
         Compiled(name, kernel.asm["ttir"], kernel.asm["ptx"], kernel.metadata.enable_fp_fusion)

@@ -53,7 +53,7 @@ def _peaks_kernel(  # type: ignore[no-untyped-def]
     tl.store(peaks + row, tl.max(largest, axis=0) * tl.abs(tl.load(scale + row)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _lift_kernel(  # type: ignore[no-untyped-def]
     peaks,  # [n] fp32
     scale,  # [n] fp32
@@ -78,7 +78,10 @@ def _lift_kernel(  # type: ignore[no-untyped-def]
     tl.store(undo, 1.0 / power)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["rows", "order", "source", "scale"],
+)
 def _scatter_add_kernel(  # type: ignore[no-untyped-def]
     out,  # [P, H]
     out_stride,

@@ -41,7 +41,10 @@ def _log1p(x):  # type: ignore[no-untyped-def]
     return tl.where(y == 1.0, x, tl.log(y) * tl.div_rn(x, y - 1.0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rank_stride", "n"],
+    do_not_specialize_on_alignment=["nll_out", "offset_out", "total_out", "deficit_out", "valid_out"],
+)
 def _merge_kernel(  # type: ignore[no-untyped-def]
     gathered,  # [R, n, 4] fp32
     rank_stride,
@@ -100,7 +103,12 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(valid_out + token, valid.to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["n", "m"],
+    do_not_specialize_on_alignment=[
+        "k", "offset", "total", "nll", "deficit", "valid", "logprob", "lse", "tokens", "slope"
+    ],
+)  # fmt: skip
 def _row_gradient_kernel(  # type: ignore[no-untyped-def]
     k,  # [n] fp32
     k_stride,

@@ -1,0 +1,75 @@
+"""How many variants of the Triton kernels one rank compiles in a training, found without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from megatron_vocabpar.layers.embedding import embedding_backward, plan_input
+from megatron_vocabpar.layers.extras.extra import join
+from megatron_vocabpar.layers.kernels import dispatch
+from megatron_vocabpar.layers.operands import ShardOptions
+from megatron_vocabpar.layers.output.plain import output_forward
+from megatron_vocabpar.layers.partition import even_ranges
+from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
+from megatron_vocabpar.layers.terms import PLAIN
+from megatron_vocabpar.layers.token_loss import loss_slopes
+
+from .compiled import pretended_driver
+
+MICROBATCHES, RANKS, MOST = 200, 8, 8
+
+
+def staged(*pieces: Tensor) -> tuple[Tensor, ...]:
+    """The pieces at the offsets at which a GPU gets them: one copy of all."""
+    return torch.cat(pieces).split([len(piece) for piece in pieces])
+
+
+def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -> Iterator[int]:
+    """S, C1, T, TW and IB of one rank, microbatch by microbatch; of other lengths if tokens are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    ranges = even_ranges(rows * RANKS, RANKS, rows * RANKS)
+    rank, shard = RANKS // 2, ranges[RANKS // 2]
+    weight, main_grad = torch.randn(rows, hidden).bfloat16(), torch.zeros(rows, hidden)
+    for i in range(MICROBATCHES):
+        ids, labels = torch.randint(shard.vocab_size, (2, n), generator=generator)
+        counted = (torch.rand(n, generator=generator) >= ignored).nonzero().flatten()
+        plan, targets = plan_input(ids, ranges), labels[counted]
+        owned = owned_targets(target_rows(targets, shard))
+        lists = owned.tokens, owned.rows, owned.by_token, owned.by_row
+        targets, *lists, _, mine = staged(targets, *lists, plan.order, ids[plan.positions(rank)])
+        x = torch.randn(len(targets), hidden).bfloat16()
+        options = ShardOptions(with_input_gradient=with_a, rows_per_chunk=len(targets))
+        state, stats = output_forward(x, weight, targets, shard, options, owned=OwnedTargets(*lists))
+        assert state is not None
+        softmax = join(stats.new_zeros(RANKS, *stats.shape))
+        slopes = loss_slopes(softmax, PLAIN, torch.ones(len(targets)))
+        state.input_gradient(softmax, slopes)
+        state.add_weight_gradient(softmax, slopes, main_grad)
+        embedding_backward(torch.zeros(len(mine), hidden).bfloat16(), mine, shard, main_grad)
+        yield i
+
+
+@pytest.mark.parametrize("hidden", [64, 1024], ids=["P > 2 H", "P < H"])
+@pytest.mark.parametrize("with_a", [False, True], ids=["vocab-1", "vocab-2"])
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+def test_nothing_is_compiled_after_the_first_microbatch(ignored: float, with_a: bool, hidden: int) -> None:
+    launched: list[Any] = []
+    found: set[int] = set()
+    with dispatch.use_kernels(dispatch.triton_kernels()), pretended_driver(90, launched):
+        for i in microbatches(64, hidden, 256, ignored, with_a):
+            names = Counter(name for name, kernel in launched if id(kernel) not in found)
+            assert i == 0 or not names, (i, names)
+            found |= {id(kernel) for _, kernel in launched}
+    assert 0 < len(found) <= MOST
+    assert len(launched) >= 5 * MICROBATCHES
