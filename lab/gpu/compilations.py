@@ -58,8 +58,8 @@ def compiled(
             assert state is not None
             state.input_gradient(softmax, slopes)
             state.add_weight_gradient(softmax, slopes, main_grad)
-            owned = known.owned_tokens
-            embedding_backward(x.new_zeros(len(owned), hidden), owned, ranges[0], main_grad)
+            rows = known.owned_rows
+            embedding_backward(x.new_zeros(len(rows), hidden), rows, main_grad, order=known.by_row)
             counts.append(len(names))
     first = counts[0]
     return {

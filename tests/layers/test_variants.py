@@ -47,7 +47,8 @@ def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -
         plan, targets = plan_input(ids, ranges), labels[counted]
         owned = owned_targets(target_rows(targets, shard))
         lists = owned.tokens, owned.rows, owned.by_token, owned.by_row
-        targets, *lists, _, mine = staged(targets, *lists, plan.order, ids[plan.positions(rank)])
+        mine = ids[plan.positions(rank)] - shard.start
+        targets, *lists, _, mine, order = staged(targets, *lists, plan.order, mine, mine.argsort(stable=True))
         x = torch.randn(len(targets), hidden).bfloat16()
         options = ShardOptions(with_input_gradient=with_a, rows_per_chunk=len(targets))
         state, stats = output_forward(x, weight, targets, shard, options, owned=OwnedTargets(*lists))
@@ -56,7 +57,7 @@ def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -
         slopes = loss_slopes(softmax, PLAIN, torch.ones(len(targets)))
         state.input_gradient(softmax, slopes)
         state.add_weight_gradient(softmax, slopes, main_grad)
-        embedding_backward(torch.zeros(len(mine), hidden).bfloat16(), mine, shard, main_grad)
+        embedding_backward(torch.zeros(len(mine), hidden).bfloat16(), mine, main_grad, order)
         yield i
 
 
