@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import mean
 
 from lab.published_runs import errors, published_runs
+from megatron_vocabpar.plan.configuration_tables import binds, verdict_of
+from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.search import Question, search, usual_batch
-from megatron_vocabpar.plan.search_tables import binds, verdict_of
 from megatron_vocabpar.plan.tables import sizes_of
 from megatron_vocabpar.schedule.words.methods import METHODS
 
@@ -64,15 +64,15 @@ def row(case: Case) -> str:
     name, gpus, hardware = case
     model, gpu = model_preset(name), hardware_named(hardware)
     question = Question(model, gpu, gpus, usual_batch(model, gpus), gpu.memory_gib)
-    found = search(question)
+    found = best_configurations(question)
     if not found:
         return f"{NOTHING} | – | – | – | – | – | –"
     best, judged = found[0], verdict_of(found)
     gains = " / ".join(f"{gain:.2f}" for gain in judged.gains) if judged else "–"
     decided = "no" if judged and judged.reason else "yes"
-    numbers = f"{100 * best.choice.mfu(best.request):.1f} | {best.choice.peak_gib:.0f}"
+    numbers = f"{100 * best.mfu:.1f} | {best.peak_gib:.0f}"
     return (
-        f"{best.choice.name}: {sizes_of(best.request.job)} | {best.choice.iteration_ms / 1e3:,.2f} | "
+        f"{best.name}: {sizes_of(best.request.job)} | {best.iteration_ms / 1e3:,.2f} | "
         f"{numbers} | {binds(best)} | {gains} | {decided}"
     )
 

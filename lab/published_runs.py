@@ -122,8 +122,7 @@ def schedules() -> Iterator[tuple[str, float, float]]:
     )  # fmt: skip
     request = Request(model, Job(p=8, m=32), hardware_named("MI300X"), limit_gib=192.0)
     times = {
-        family: in_full(request, choice_of(request, "baseline", family)).iteration_ms
-        for family in ("1f1b", *PRIMUS)
+        family: in_full(choice_of(request, "baseline", family)).iteration_ms for family in ("1f1b", *PRIMUS)
     }
     for family, published in PRIMUS.items():
         yield family, published, times["1f1b"] / times[family]

@@ -55,18 +55,18 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
         )
     unlimited = replace(request, limit_gib=inf)  # where nothing fits the fastest is told
     tried = [(stock_choice(unlimited, each, True), each) for each in placed]
-    fitting = [one for one in tried if one[0].fits(request)]
+    fitting = [one for one in tried if one[0].peak_gib <= request.limit_gib]
     choice, layout = min(fitting or tried, key=lambda one: one[0].iteration_ms)
-    choice = stock_in_full(request if fitting else unlimited, choice)
+    choice = stock_in_full(replace(choice, request=request) if fitting else choice)
     layout = layout._replace(layers=choice.layers)
-    ours = best_of(request, all_choices(request))  # what cannot be is refused before anything is told
+    ours = best_of(all_choices(request))  # what cannot be is refused before anything is told
     click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
-    click.echo(_told(request, choice, layout))
+    click.echo(_told(replace(choice, request=request), layout))
     click.echo(" ".join(choice.flags) or "no flag: the layers are even")
     if checked is not None:
         found = stock_choice(request, checked, False)
         far = found.iteration_ms / choice.iteration_ms - 1.0
-        click.echo(f"{given_layout}: {_told(request, found, checked)}; {far:+.1%}")
+        click.echo(f"{given_layout}: {_told(found, checked)}; {far:+.1%}")
     if ours is not None:
         click.echo(f"this package's {ours.name}: {_figures(ours)}")
     if not fitting:
@@ -106,15 +106,15 @@ def _checked(request: Request, layout: str) -> Layout:
     return Layout("the given layout", chunks, counts, ())
 
 
-def _told(request: Request, choice: Choice, layout: Layout) -> str:
+def _told(choice: Choice, layout: Layout) -> str:
     """A layout's time, memory, and how much more than the mean its busiest rank works."""
-    p = request.job.p
+    request, p = choice.request, choice.request.job.p
     frame = Schedule(method_named(BASELINE), Placement(p, layout.chunks, "standard"), request.job.m)
     passes = PassTimes.of(costs_of(request, layout.layers), frame, splits_w=False).passes
     both = [sum(ms) for ms in zip(passes[PassType.F], passes[PassType.B], strict=True)]
     ranks = [sum(both[rank::p]) for rank in range(p)]
     busiest = max(ranks) * p / sum(ranks) - 1.0
-    fits = "" if choice.fits(request) else f", more than the {request.limit_gib:.1f} of a GPU"
+    fits = "" if choice.fits else f", more than the {request.limit_gib:.1f} of a GPU"
     return f"{_figures(choice)}{fits}; the busiest rank works {busiest:.1%} more than the mean"
 
 

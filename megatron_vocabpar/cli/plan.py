@@ -118,13 +118,13 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
     gpu = hardware_of(options)
     limit = gpu.memory_gib if options["memory_gib"] is None else options["memory_gib"]
     if options["sources"]:
-        from megatron_vocabpar.plan.search_tables import sources
+        from megatron_vocabpar.plan.configuration_tables import sources
 
         click.echo("\n".join(sources(gpu)), err=options["output_format"] == "json")
     if options["gpus"] is not None:
-        from megatron_vocabpar.cli.search import search_plan
+        from megatron_vocabpar.cli.configurations import plan_gpus
 
-        found = search_plan(model, given, gpu, limit, options, notes)
+        found = plan_gpus(model, given, gpu, limit, options, notes)
         ctx.exit(0 if found else NOTHING_FITS)
     job = job_from_arguments(given, options)
     costs, prices = _measured(options["costs_file"])

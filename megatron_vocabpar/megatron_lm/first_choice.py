@@ -103,7 +103,7 @@ def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> t
         config = replace(config, layout=placed)
         lines.append(f"layers are placed by {config.layout}")
     elif by_hand and (gain := best.iteration_ms / by_hand[0].iteration_ms - 1.0) >= _LEAST_GAIN:
-        lines.append(f"layers by hand, {gain:.1%} faster: {' '.join(placing_flags(request, by_hand[0]))}")
+        lines.append(f"layers by hand, {gain:.1%} faster: {' '.join(placing_flags(by_hand[0]))}")
     return _built_for(config, best, chunks, request.max_activations), lines
 
 

@@ -277,7 +277,7 @@ def plan_request(
         for family in fitting
         for method in known or methods
     ]
-    best, *others = choose(map(Scheduled.of, requests))
+    best, *others = choose(map(Scheduled.of, requests), Scheduled.in_full)
     slower = ", ".join(
         f"{one.request.method_name} in {one.request.family_name} {one.known_ms / best.known_ms - 1:+.1%}"
         + ("" if one.is_full else " at least")

@@ -25,8 +25,9 @@ _CLOSE = 1.02  # choices are named if their time over the best choice's is at mo
 _LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tried with each remedy
 
 
-def launch_line(request: Request, choice: Choice) -> str:
+def launch_line(choice: Choice) -> str:
     """A torchrun command that runs the choice with Megatron's script, on mock data."""
+    request = choice.request
     job, model = request.job, request.model
     least = -(-job.gpus // request.hardware.per_host)
     nodes = next(count for count in range(least, job.gpus + 1) if job.gpus % count == 0)
@@ -39,7 +40,7 @@ def launch_line(request: Request, choice: Choice) -> str:
     # The tokenizer adds one id for the end of a document.
     data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
     training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
-    placing = placing_flags(request, choice)
+    placing = placing_flags(choice)
     replaced = {flag.split()[0] for flag in placing}
     of_model = [flag for flag in model_arguments(model) if flag.split()[0] not in replaced]
     words = [*of_model, *job_arguments(model, job), *data, *training, *placing]
@@ -47,11 +48,11 @@ def launch_line(request: Request, choice: Choice) -> str:
     return _folded([start, script if choice.stock else f"-m megatron_vocabpar.launch {script}", *words])
 
 
-def placing_flags(request: Request, choice: Choice) -> list[str]:
+def placing_flags(choice: Choice) -> list[str]:
     """The flags of this package, and Megatron's flags that place the layers."""
     if choice.method == STOCK:
         return list(choice.flags)
-    family = family_named(choice.family)
+    request, family = choice.request, family_named(choice.family)
     flags = []
     if request.model.pattern:  # redis places its bars when the training starts
         bars = choice.method != REDIS and len(choice.layers) > 1
@@ -91,9 +92,9 @@ def channels(best: Choice) -> list[str]:
     ]
 
 
-def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[str]:
+def reasons(choices: Sequence[Choice], best: Choice) -> list[str]:
     """Sentences on why ``best`` is the best."""
-    model, job = request.model, request.job
+    model, job = best.request.model, best.request.job
     outputs, layer = (1 + model.mtp_depths) * model.output_flops, model.matmul_flops + model.attention_flops
     outputs += product_flops(model.teacher_weights) / STEP  # forward alone
     lines = [
@@ -108,11 +109,11 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
             f"{100 * (most * job.p / model.layers - 1):.0f} % more than the mean, except where layers move"
             + (f"; {', '.join(even[-3:])} ranks would be even." if even else ".")
         )
-    fitting = [one for one in choices if one.fits(request)]
+    fitting = [one for one in choices if one.fits]
     baseline = _find(choices, BASELINE, "1f1b")
     if baseline is not None and best is not baseline and not baseline.problem:
         gain = baseline.iteration_ms / best.iteration_ms
-        unfit = "" if baseline.fits(request) else ", which does not fit"
+        unfit = "" if baseline.fits else ", which does not fit"
         lines.append(
             f"{best.name} is {gain:.2f} times as fast as the baseline in 1f1b{unfit}; its fullest rank "
             f"holds {best.peak_gib:.1f} GiB against {baseline.peak_gib:.1f}."
@@ -125,16 +126,14 @@ def reasons(request: Request, choices: Sequence[Choice], best: Choice) -> list[s
             f"memory of these has {lean.name}, {lean.peak_gib:.1f} GiB."
         )
     faster = [
-        one
-        for one in choices
-        if not one.problem and not one.fits(request) and one.iteration_ms < best.iteration_ms
+        one for one in choices if not one.problem and not one.fits and one.iteration_ms < best.iteration_ms
     ]
     if faster:
         lines.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
-    return lines + channels(best) + redistribution(request, choices)
+    return lines + channels(best) + redistribution(choices)
 
 
-def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:
+def redistribution(choices: Sequence[Choice]) -> list[str]:
     """A sentence if moving layers away from the last stage is enough; else none."""
     moved = _find(choices, REDIS, "1f1b")
     found = (_find(choices, method, "1f1b") for method in (VOCAB_1, VOCAB_2))
@@ -145,8 +144,8 @@ def redistribution(request: Request, choices: Sequence[Choice]) -> list[str]:
     ratio = moved.iteration_ms / best.iteration_ms
     if ratio > _SUFFICES:
         return []
-    kind = "a large mixture of experts" if request.model.experts else "this model and pipeline"
-    fits = "" if moved.fits(request) else ", but it does not fit"
+    kind = "a large mixture of experts" if moved.request.model.experts else "this model and pipeline"
+    fits = "" if moved.fits else ", but it does not fit"
     left = ["memory"] if best.peak_gib < moved.peak_gib else []
     return [
         f"Redistribution suffices for the time: for {kind} redis in 1f1b takes "
@@ -210,7 +209,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 def _fitting(request: Request) -> Choice | None:
     """The fastest of the lean choices that fits."""
     tried = [choice_of(request, method, family) for method, family in _LEAN]
-    return min((one for one in tried if one.fits(request)), key=lambda one: one.iteration_ms, default=None)
+    return min((one for one in tried if one.fits), key=lambda one: one.iteration_ms, default=None)
 
 
 def _find(choices: Sequence[Choice], method: str, family: str) -> Choice | None:

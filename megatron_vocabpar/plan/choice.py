@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
@@ -22,6 +23,7 @@ from megatron_vocabpar.schedule.words.methods import BASELINE
 
 STOCK = "stock"  # the method of a choice that is Megatron's own
 _LEAST = 16  # microbatches, if two a rank are not more
+_LIGHTER = 1.02  # factor on the memory limit after a quick play: the whole schedule may hold a little less
 
 
 @dataclass(frozen=True)
@@ -64,29 +66,34 @@ class Request:
         ]
 
     @property
-    def few(self) -> int:
-        """The microbatches that every choice is played for at first."""
+    def trial_microbatches(self) -> int:
+        """The microbatches of a quick play."""
         return min(self.job.m, max(_LEAST, 2 * self.job.p))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One method in one family.
+    """One method in one family, after a quick play or a full one.
 
     Attributes:
+        request: what it answers.
         layers: transformer layers of each stage.
         iteration_ms: the iteration's time, with the optimizer's step, by the first reading of ``price.py``.
         other_ms: the same by the last reading.
         idle: the share of the schedule in which the mean rank waits.
         stages: the memory of each rank at its peak.
         problem: the reason why it cannot run; the other fields are then empty.
-        exact: it was simulated for all microbatches.
+        is_full: it was simulated for all microbatches.
+        exact: and its time has all that collectives take from layers.
         flags: for stock Megatron, the flags that place its layers.
         after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
         use: what runs beside layers.
-        channels: how many of NCCL suffice for our collectives; 0 where there are none, or nobody has asked.
+        channels: how many of NCCL suffice for our collectives; 0 without any, or unless ``exact``.
+        needed_gib: the GiB that it would need without what saves memory in its job, or the limit if they are
+            unknown; 0 where nothing does.
     """
 
+    request: Request
     method: str
     family: str
     layers: tuple[int, ...] = ()
@@ -95,11 +102,13 @@ class Choice:
     idle: float = 0.0
     stages: tuple[StageMemory, ...] = ()
     problem: str = ""
+    is_full: bool = False
     exact: bool = False
     flags: tuple[str, ...] = ()
     after_ms: float = 0.0
     use: Use = field(default_factory=Use)
     channels: int = 0
+    needed_gib: float = 0.0
 
     @property
     def stock(self) -> bool:
@@ -119,18 +128,28 @@ class Choice:
     def peak_gib(self) -> float:
         return max((stage.total for stage in self.stages), default=0.0) / GIB
 
-    def fits(self, request: Request) -> bool:
-        return not self.problem and self.peak_gib <= request.limit_gib
+    @property
+    def fits(self) -> bool:
+        return not self.problem and self.peak_gib <= self.request.limit_gib
 
-    def tokens_per_s(self, request: Request) -> float:
+    @property
+    def known_ms(self) -> float:
+        """The iteration's time as ``choose`` compares it: ``inf`` for what cannot fit."""
+        limit_gib = self.request.limit_gib * (1.0 if self.is_full else _LIGHTER)
+        return self.iteration_ms if not self.problem and self.peak_gib <= limit_gib else inf
+
+    @property
+    def tokens_per_s(self) -> float:
         """Tokens a second of all GPUs together."""
-        job = request.job
-        tokens = job.m * job.d * job.micro_batch * request.model.seq_length
+        job = self.request.job
+        tokens = job.m * job.d * job.micro_batch * self.request.model.seq_length
         return tokens / self.iteration_ms * 1e3
 
-    def mfu(self, request: Request) -> float:
+    @property
+    def mfu(self) -> float:
         """The model's operations over the peak of all GPUs."""
-        rate = self.tokens_per_s(request) * request.model.step_flops
+        request = self.request
+        rate = self.tokens_per_s * request.model.step_flops
         return rate / (request.job.gpus * request.hardware.tflops * 1e12)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, chain, islice
 from math import inf
 
@@ -41,10 +40,9 @@ def stock_choices(request: Request) -> list[Choice]:
     for placed in layouts_of(request):
         kind = re.sub(r" x\d+", "", placed.name)
         kinds.setdefault(kind, []).append(stock_choice(request, placed, False))
-    order = partial(_order, request)
-    found = [min(some, key=order) for some in kinds.values()]
-    best = min(found, key=order) if request.model.pattern else None
-    return [stock_in_full(request, one) if one is best else one for one in found]
+    found = [min(some, key=_order) for some in kinds.values()]
+    best = min(found, key=_order) if request.model.pattern else None
+    return [stock_in_full(one) if one is best else one for one in found]
 
 
 def quick_stock_choices(request: Request, below_ms: float = inf) -> list[Choice]:
@@ -55,21 +53,22 @@ def quick_stock_choices(request: Request, below_ms: float = inf) -> list[Choice]
     tried: list[Choice] = []
     for placed in layouts_of(request):
         tried.append(stock_choice(request, placed, True, below_ms))
-        if tried[-1].fits(request):
+        if tried[-1].fits:
             below_ms = min(below_ms, tried[-1].iteration_ms)
     return tried
 
 
-def stock_in_full(request: Request, choice: Choice) -> Choice:
+def stock_in_full(choice: Choice) -> Choice:
     """The choice, played for all microbatches, with the bars of a pattern moved where that is faster.
 
     Stages of unlike layers wait for each other in ways that sums of work do not show, so up to ``_PLAYS``
     placements are played, each a layer from the fastest so far.
     """
+    request = choice.request
     chunks = len(choice.layers) // request.job.p
     placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
     if not request.model.pattern:
-        return stock_choice(request, placed, False)
+        return replace(stock_choice(request, placed, False), needed_gib=choice.needed_gib)
 
     def with_bars(counts: tuple[int, ...], shorter: bool) -> Choice:
         return stock_choice(request, _with_bars(request, placed, counts), shorter)
@@ -79,15 +78,14 @@ def stock_in_full(request: Request, choice: Choice) -> Choice:
     while len(known) < _PLAYS and (counts := next(ways, None)):
         if counts not in known:
             known.add(counts)
-            if _order(request, other := with_bars(counts, True)) < _order(request, best):
+            if _order(other := with_bars(counts, True)) < _order(best):
                 best, ways = other, moves(counts)
     full = {one.layers: with_bars(one.layers, False) for one in (first, best)}
-    return min(full.values(), key=partial(_order, request))
+    return replace(min(full.values(), key=_order), needed_gib=choice.needed_gib)
 
 
-def _order(request: Request, choice: Choice) -> tuple[bool, float]:
-    fits = choice.fits(request)
-    return not fits, choice.iteration_ms if fits else choice.peak_gib
+def _order(choice: Choice) -> tuple[bool, float]:
+    return not choice.fits, choice.iteration_ms if choice.fits else choice.peak_gib
 
 
 def _with_bars(request: Request, placed: Layout, counts: tuple[int, ...]) -> Layout:
@@ -123,8 +121,8 @@ def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: floa
     What cannot take less than ``below_ms`` is not played, and has a problem.
     """
     model, job, baseline = request.model, request.job, method_named(BASELINE)
-    few = -(-request.few // job.p) * job.p  # whole rounds of the interleaved schedule
-    m = min(job.m, few) if shorter else job.m
+    rounds = -(-request.trial_microbatches // job.p) * job.p  # whole rounds of the interleaved schedule
+    m = min(job.m, rounds) if shorter else job.m
     costs, placement = costs_of(request, placed.layers), Placement(job.p, placed.chunks, "standard")
     times = PassTimes.of(costs, Schedule(baseline, placement, m), splits_w=False)
     parameters = parameters_of(model, job, baseline, placement, placed.layers)
@@ -140,14 +138,14 @@ def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: floa
     ways_ms = _ways_ms(placement, times)
     least_ms = max(way_ms + job.m * ms for way_ms, ms in zip(ways_ms, further, strict=True))
     (least_ms, *_), _ = priced(least_ms, job.m * sum(further))
-    choice = Choice(STOCK, placed.name, placed.layers, inf, flags=placed.flags)
+    choice = Choice(request, STOCK, placed.name, placed.layers, inf, flags=placed.flags)
     if least_ms >= below_ms:
         return replace(choice, problem=f"takes at least {least_ms:.0f} ms")
     schedule = stock_schedule(job.p, m, placed.chunks, overlaps=placed.overlaps)
     held = map(Held, peak_activations(schedule, held_by_stages(model, job, placed.layers)))
     stages = stage_memory(model, job, baseline, placement, placed.layers, [*held], Bytes())
     choice = replace(choice, stages=tuple(stages))
-    if shorter and not choice.fits(request):
+    if shorter and not choice.fits:
         return choice
     length_ms = max(run_passes(schedule, times).ends) + (job.m - m) * max(further)
     work_ms = sum(map(times.of_instruction, chain.from_iterable(schedule.rows))) + (job.m - m) * sum(further)
@@ -157,6 +155,7 @@ def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: floa
         iteration_ms=lengths_ms[0],
         other_ms=lengths_ms[-1],
         idle=1.0 - use.busy,
+        is_full=not shorter,
         exact=not shorter,
         after_ms=after,
         use=use,

@@ -70,13 +70,13 @@ def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> 
     for problem in refused(request.model, request.job):
         raise ValueError(problem)
     choices = (*all_choices(request, workers=workers), *stock_choices(request))
-    best, all_notes = best_of(request, choices), (*notes, *model_notes(request.model))
+    best, all_notes = best_of(choices), (*notes, *model_notes(request.model))
     if best is None:
-        why, changes = redistribution(request, choices), remedies(request)
+        why, changes = redistribution(choices), remedies(request)
         return Advice(request, choices, None, "", tuple(why), tuple(changes), all_notes)
-    judged = verdict([one for one in choices if one.exact and one.fits(request)])
-    why = [*reasons(request, choices, best), *([str(judged)] if judged else [])]
-    return Advice(request, choices, best, launch_line(request, best), tuple(why), (), all_notes)
+    judged = verdict([one for one in choices if one.exact and one.fits])
+    why = [*reasons(choices, best), *([str(judged)] if judged else [])]
+    return Advice(request, choices, best, launch_line(best), tuple(why), (), all_notes)
 
 
 def model_notes(model: Model) -> list[str]:
@@ -142,19 +142,19 @@ def print_advice(advice: Advice, console: Console) -> None:
 
 def _choices_table(advice: Advice) -> Table:
     headings = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
-    rows = [_cells(choice, advice.request, advice.best) for choice in advice.choices if not choice.problem]
+    rows = [_cells(choice, advice.best) for choice in advice.choices if not choice.problem]
     return text_table([headings, *rows], ("family", "method", "fits"))
 
 
-def _cells(choice: Choice, request: Request, best: Choice | None) -> list[str]:
+def _cells(choice: Choice, best: Choice | None) -> list[str]:
     totals = [stage.total / GIB for stage in choice.stages]
-    mark = "best" if choice == best else "yes" if choice.fits(request) else "no"
+    mark = "best" if choice == best else "yes" if choice.fits else "no"
     return [
         choice.family,
         choice.method,
         f"{choice.iteration_ms:,.0f}",
-        f"{100 * choice.mfu(request):.1f}",
-        f"{choice.tokens_per_s(request):,.0f}",
+        f"{100 * choice.mfu:.1f}",
+        f"{choice.tokens_per_s:,.0f}",
         f"{100 * choice.idle:.1f}",
         f"{min(totals):.1f}–{max(totals):.1f}",
         mark,
@@ -180,9 +180,9 @@ def advice_json(advice: Advice) -> str:
             "job": asdict(request.job),
             "hardware": asdict(request.hardware),
             "limit_gib": request.limit_gib,
-            "choices": [_choice_json(choice, request) for choice in advice.choices],
+            "choices": [_choice_json(choice) for choice in advice.choices],
             "recommended": advice.best and {"method": advice.best.method, "family": advice.best.family},
-            "costs": advice.best and passes_of(request, advice.best).to_dict(),
+            "costs": advice.best and passes_of(advice.best).to_dict(),
             "why": advice.reasons,
             "launch": advice.launch,
             "would_fit": advice.remedies,
@@ -192,25 +192,26 @@ def advice_json(advice: Advice) -> str:
     )
 
 
-def passes_of(request: Request, choice: Choice) -> PassCosts:
+def passes_of(choice: Choice) -> PassCosts:
     """The times of the choice's passes, as ``vocabpar schedule --costs`` reads them."""
+    request = choice.request
     factor = request.factors(choice.use)[0]
     if choice.method == STOCK:
         return request.costs(factor)
     return costs_of(request, choice.layers, factor)
 
 
-def _choice_json(choice: Choice, request: Request) -> dict[str, Any]:
+def _choice_json(choice: Choice) -> dict[str, Any]:
     head = {"method": choice.method, "family": choice.family, "layers_per_stage": choice.layers}
     if choice.problem:
         return {**head, "problem": choice.problem}
     return {
         **head,
         "iteration_ms": choice.iteration_ms,
-        "mfu": choice.mfu(request),
-        "tokens_per_s": choice.tokens_per_s(request),
+        "mfu": choice.mfu,
+        "tokens_per_s": choice.tokens_per_s,
         "idle": choice.idle,
-        "fits": choice.fits(request),
+        "fits": choice.fits,
         "peak_gib": choice.peak_gib,
         "stages_gib": [_gib(vars(stage)) for stage in choice.stages],
     }

@@ -12,11 +12,11 @@ from megatron_vocabpar.doctor.result import Result
 from megatron_vocabpar.doctor.table import print_table
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
+from megatron_vocabpar.plan.configuration_tables import cells, print_configurations
+from megatron_vocabpar.plan.configurations import Question
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.search import Found, Question
-from megatron_vocabpar.plan.search_tables import cells, print_search
 from megatron_vocabpar.plan.tables import Advice, print_advice
 from megatron_vocabpar.text_tables import console
 from megatron_vocabpar.train.tables import Summary, as_text, summary_table
@@ -59,9 +59,9 @@ def test_a_plan(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_search(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(p=128, t=8, d=1024, c=16, e=128, m=1024, micro_batch=16, recompute="selective", offload=True)
     request = Request(model_preset("llama-3.2-3b"), job, hardware_named("A100"), 80.0)
-    found = Found(request, choice, 99.0)
+    found = replace(choice, request=request, needed_gib=99.0)
     question = Question(request.model, request.hardware, 1 << 20, 16384, 80.0)
-    print_search(question, [found], (), console(150))
+    print_configurations(question, [found], (), console(150))
     table = capsys.readouterr().out.partition("torchrun")[0]
     all_in(table, [word for cell in cells(found)[:-1] for word in cell.split()])
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vocabpar.plan.configuration_tables import faster_sharded
+from megatron_vocabpar.plan.configurations import Question
 from megatron_vocabpar.plan.fsdp import sharded
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.links import LINK_REACHES
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.search import Question
-from megatron_vocabpar.plan.search_tables import faster_sharded
 from megatron_vocabpar.plan.times import step_ms
 
 MODEL, CARD = model_preset("llama-3.1-8b"), hardware_named("RTX-4090")

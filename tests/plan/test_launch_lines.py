@@ -61,7 +61,7 @@ def test_every_flag_is_one_of_megatrons(name: str) -> None:
         p=2, t=2, c=2, d=d, e=d if model.experts else 1, m=4, distributed_optimizer=True, offload=True,
         recompute="selective", fp8=True,
     )  # fmt: skip
-    line = launch_line(Request(model, job, H100, 1e6), Choice("baseline", "1f1b", (1, 1)))
+    line = launch_line(Choice(Request(model, job, H100, 1e6), "baseline", "1f1b", (1, 1)))
     words = line.replace("\\\n", " ").split("pretrain_hybrid.py" if model.pattern else "pretrain_gpt.py")[1]
     names = names_of(re.findall(r"--[\w-]+", words))
     versions = {name: known for name, known in recorded().items() if "hybrid_layer_pattern" in known}
@@ -103,7 +103,7 @@ def test_reductions_overlap(family: str) -> None:
     model = replace(model_preset("llama-3.1-8b"), layers=16)
     request = Request(model, Job(p=4, d=2, m=8, distributed_optimizer=True), H100, 80.0)
     choice = choice_of(request, "vocab-2", family)
-    assert {"--overlap-grad-reduce", "--overlap-param-gather"} <= set(launch_line(request, choice).split())
+    assert {"--overlap-grad-reduce", "--overlap-param-gather"} <= set(launch_line(choice).split())
     apart = choice_of(replace(request, job=replace(request.job, overlap=False)), "vocab-2", family)
     assert choice.after_ms < apart.after_ms
 
@@ -120,7 +120,7 @@ def test_flags_of_pairs_are_taken_at_the_door(method: str, family: str, delays: 
     """Transformer Engine's layers, which Megatron takes by default, let Megatron delay W within a pair."""
     model = replace(model_preset("qwen3-30b-a3b"), layers=16)
     request = Request(model, Job(p=4, d=8, e=8, m=8), H100, 80.0)
-    line = launch_line(request, choice_of(request, method, family)).replace("\\\n", " ")
+    line = launch_line(choice_of(request, method, family)).replace("\\\n", " ")
     words = shlex.split(line.split("pretrain_gpt.py")[1])
     assert "--overlap-moe-expert-parallel-comm" in words
     assert ("--delay-wgrad-compute" in words) is delays
@@ -138,7 +138,7 @@ def test_stock_with_overlap_has_its_flags(p: int) -> None:
     together = [one for one in stock_choices(request) if "with overlap" in one.family]
     assert together
     for choice in together:
-        line = launch_line(request, choice)
+        line = launch_line(choice)
         assert "--overlap-moe-expert-parallel-comm" in line
         assert "--delay-wgrad-compute" in line
         assert "vocab-parallel" not in line
@@ -148,13 +148,13 @@ def test_what_no_flag_says_is_said() -> None:
     assert any("softcap" in one for one in model_preset("gemma-2-9b").beyond)
     assert model_preset("llama-3.1-8b").beyond == ()
     request = Request(replace(model_preset("gemma-2-9b"), layers=8), Job(p=4), H100, 80.0)
-    assert "--vocab-parallel-logit-softcap 30" in placing_flags(request, Choice("vocab-2", "1f1b", (2,) * 4))
-    assert placing_flags(request, Choice("baseline", "1f1b", (2,) * 4)) == []
+    assert "--vocab-parallel-logit-softcap 30" in placing_flags(Choice(request, "vocab-2", "1f1b", (2,) * 4))
+    assert placing_flags(Choice(request, "baseline", "1f1b", (2,) * 4)) == []
 
 
 def test_heads_of_multi_token_prediction_stand_in_a_layout() -> None:
     request = Request(replace(model_preset("deepseek-v3"), layers=13), Job(p=4, m=8), H100, 1e6)
-    (flag,) = placing_flags(request, Choice("vocab-2", "1f1b", (3, 3, 3, 4)))[:1]
+    (flag,) = placing_flags(Choice(request, "vocab-2", "1f1b", (3, 3, 3, 4)))[:1]
     assert flag == "--pipeline-model-parallel-layout 'Ettt|ttt|ttt|ttttmL'"
     by_hand = [one for one in stock_choices(request) if "by hand" in one.family]
     assert by_hand
@@ -193,7 +193,7 @@ def shrunk(model: Model) -> Model:
 def shrunk_line(name: str) -> str:
     """A job for ``build_models.py``: the preset's launch line, shrunk."""
     line = launch_line(
-        Request(shrunk(model_preset(name)), Job(p=1, m=2), H100, 1e6), Choice("baseline", "1f1b", (2,))
+        Choice(Request(shrunk(model_preset(name)), Job(p=1, m=2), H100, 1e6), "baseline", "1f1b", (2,))
     )
     words = shlex.split(line.replace("\\\n", " ").split("pretrain_gpt.py")[1])
     # Only GPUs have kernels for groups of experts.

@@ -145,7 +145,7 @@ def test_megatrons_own_bars_are_moved_as_long_as_that_is_faster() -> None:
     assert best.iteration_ms < 0.95 * first.iteration_ms
     assert sum(best.layers) == 52
     assert best.flags[0].count("|") == len(best.layers) - 1
-    assert stock_in_full(request, best).iteration_ms <= best.iteration_ms
+    assert stock_in_full(best).iteration_ms <= best.iteration_ms
 
 
 CONFIGS = {

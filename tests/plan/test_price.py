@@ -32,8 +32,8 @@ def test_a_factor_is_that_of_a_busy_gpu_times_that_of_what_waits() -> None:
 
 def test_layers_take_longer_in_what_is_simulated_in_full() -> None:
     free = replace(REQUEST, prices=NOTHING)
-    unpriced = in_full(free, choice_of(free, "vocab-1", "1f1b"))
-    priced = in_full(REQUEST, choice_of(REQUEST, "vocab-1", "1f1b"))
+    unpriced = in_full(choice_of(free, "vocab-1", "1f1b"))
+    priced = in_full(choice_of(REQUEST, "vocab-1", "1f1b"))
     assert 0.0 < priced.use.transferring < priced.use.resident < 0.5
     least, most = sorted(REQUEST.factors(priced.use))
     length_ms = unpriced.iteration_ms - unpriced.after_ms
@@ -64,7 +64,7 @@ def test_what_is_decided(gains: tuple[float, float], words: str) -> None:
 
 def test_ours_and_stock_are_compared_by_the_best_of_each_reading() -> None:
     def choice(method: str, first: float, other: float) -> Choice:
-        return Choice(method, "1f1b", iteration_ms=first, other_ms=other)
+        return Choice(REQUEST, method, "1f1b", iteration_ms=first, other_ms=other)
 
     stock = [choice("stock", 110.0, 120.0), choice("baseline", 130.0, 115.0)]
     judged = verdict([*stock, choice("vocab-1", 100.0, 110.0), choice("vocab-2", 105.0, 100.0)])
@@ -91,8 +91,8 @@ def test_channels_are_as_few_as_the_slack_allows() -> None:
 
 
 def test_a_choice_in_full_says_its_channels() -> None:
-    assert in_full(REQUEST, choice_of(REQUEST, "vocab-2", "v-half")).channels >= 1
-    assert in_full(REQUEST, choice_of(REQUEST, "baseline", "1f1b")).channels == 0
+    assert in_full(choice_of(REQUEST, "vocab-2", "v-half")).channels >= 1
+    assert in_full(choice_of(REQUEST, "baseline", "1f1b")).channels == 0
 
 
 def test_a_file_of_the_slope_alone(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Protocol, Self, TypeVar
+from math import inf
+from typing import Any, Protocol, TypeVar
 
 
-class Playable(Protocol):
+class Known(Protocol):
     """A request, with what is known of its time."""
 
     @property
@@ -29,18 +30,16 @@ class Playable(Protocol):
     def is_full(self) -> bool:
         """Whether it was played in full."""
 
-    def in_full(self, below_ms: float) -> Self:
-        """The request after its full play, which may stop where it takes clearly more than ``below_ms``."""
 
-
-Request = TypeVar("Request", bound=Playable)
+Request = TypeVar("Request", bound=Known)
 
 
 def choose(
     requests: Iterable[Request],
+    in_full: Callable[[Request, float], Request],
     *,
     fewest: int = 1,
-    most: float = float("inf"),
+    most: float = inf,
     told: Callable[[Request], None] = lambda request: None,
     each: Callable[..., Iterator[Any]] = map,
     workers: int = 1,
@@ -51,6 +50,8 @@ def choose(
 
     Args:
         requests: what to choose among; some may have been played in full before.
+        in_full: gives a request after its full play, which may stop where it takes clearly more than so many
+            ms.
         fewest: full plays, at least, if enough can be taken.
         most: full plays, at most.
         told: a function that is called with each request before its full play.
@@ -59,26 +60,19 @@ def choose(
     """
     ranked = list(requests)
     full = [one.known_ms for one in ranked if one.is_full]
-    waiting = iter(
-        sorted((k for k, one in enumerate(ranked) if not one.is_full), key=lambda k: ranked[k].known_ms)
-    )
+    likeliest = sorted(range(len(ranked)), key=lambda k: ranked[k].known_ms)
+    waiting = iter([k for k in likeliest if not ranked[k].is_full])
 
     def may_win(k: int) -> bool:
-        wanted = len(full) < fewest or ranked[k].known_ms < min(full)
-        return wanted and len(full) < most and ranked[k].known_ms < float("inf")
+        known_ms, least = ranked[k].known_ms, min(full, default=inf)
+        return known_ms < inf and len(full) < most and (len(full) < fewest or known_ms < least)
 
     while batch := [k for k in islice(waiting, workers) if may_win(k)]:
         for k in batch:
             told(ranked[k])
-        least = min(full, default=float("inf"))
-        for k, played in zip(
-            batch, each(_in_full, [ranked[k] for k in batch], [least] * len(batch)), strict=True
-        ):
+        limits = [min(full, default=inf)] * len(batch)
+        for k, played in zip(batch, each(in_full, [ranked[k] for k in batch], limits), strict=True):
             if may_win(k):  # else a play beside it was fast
                 ranked[k] = played
                 full.append(played.known_ms)
     return sorted(ranked, key=lambda one: (not one.is_full, one.known_ms))
-
-
-def _in_full(request: Request, below_ms: float) -> Request:
-    return request.in_full(below_ms)

@@ -53,7 +53,10 @@ class Scheduled:
         return self.schedule is not None
 
     def in_full(self, below_ms: float) -> Scheduled:
-        """The request with its schedule, and the ms that this takes with its communication."""
+        """The request with its schedule, and the ms that this takes with its communication.
+
+        ``below_ms`` is of no use here: the schedule has to be made before its time is known.
+        """
         problem = Problem.of(self.request)
         schedule = problem.best(TRIAL_PASSES)
         return Scheduled(self.request, problem.simulated_ms(schedule), schedule)
@@ -77,7 +80,7 @@ def schedule_for(request: PlanRequest, progress: Progress | None = None) -> Sche
             name, most = one.request.family_name, one.request.max_activations
             progress(f"{name}, at most {most:g} microbatches: {one.known_ms:.1f} ms or more")
 
-    best, *_ = choose(map(Scheduled.of, in_every_family(request)), told=told)
+    best, *_ = choose(map(Scheduled.of, in_every_family(request)), Scheduled.in_full, told=told)
     assert best.schedule is not None
     return best.schedule
 

@@ -33,30 +33,30 @@ def names(ranked: list[Toy]) -> str:
 
 @pytest.mark.parametrize(("fewest", "most", "expected"), [(1, inf, "CBad"), (3, inf, "CBAd"), (9, 1, "Bcad")])
 def test_what_may_be_the_fastest_is_played(fewest: int, most: float, expected: str) -> None:
-    assert names(choose(TOYS, fewest=fewest, most=most)) == expected
+    assert names(choose(TOYS, Toy.in_full, fewest=fewest, most=most)) == expected
 
 
 def test_the_order_of_plays_is_that_of_what_is_known() -> None:
     told: list[str] = []
-    choose(TOYS, fewest=3, told=lambda one: told.append(one.name))
+    choose(TOYS, Toy.in_full, fewest=3, told=lambda one: told.append(one.name))
     assert told == ["b", "c", "a"]
 
 
 def test_what_was_played_before_counts() -> None:
     before = Toy("e", 10.5, 10.5, is_full=True)
-    assert names(choose([*TOYS, before])) == "EBcad"
-    assert names(choose([*TOYS, replace(before, known_ms=9.0)])) == "Ebcad"
+    assert names(choose([*TOYS, before], Toy.in_full)) == "EBcad"
+    assert names(choose([*TOYS, replace(before, known_ms=9.0)], Toy.in_full)) == "Ebcad"
 
 
 def test_what_turns_out_not_to_fit_is_no_winner() -> None:
-    assert names(choose([Toy("a", 1.0, inf), Toy("b", 2.0, 3.0)])) == "BA"
+    assert names(choose([Toy("a", 1.0, inf), Toy("b", 2.0, 3.0)], Toy.in_full)) == "BA"
 
 
 def test_of_equally_fast_ones_the_first_wins() -> None:
-    assert names(choose([Toy("a", 2.0, 3.0), Toy("b", 1.0, 3.0)])) == "AB"
+    assert names(choose([Toy("a", 2.0, 3.0), Toy("b", 1.0, 3.0)], Toy.in_full)) == "AB"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_several_workers_give_the_same(workers: int) -> None:
     """A play that began beside a faster one is forgotten."""
-    assert names(choose(TOYS, workers=workers)) == "CBad"
+    assert names(choose(TOYS, Toy.in_full, workers=workers)) == "CBad"

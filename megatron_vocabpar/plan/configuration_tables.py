@@ -1,4 +1,4 @@
-"""Prints the result of a search: a table that says what limits each way, and JSON.
+"""Prints the best parallel configurations: a table that says what limits each, and JSON.
 
 ``lab/published_runs.py`` has the errors of such numbers against published runs.
 """
@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vocabpar.plan.advice import channels, launch_line
+from megatron_vocabpar.plan.choice import Choice
+from megatron_vocabpar.plan.configurations import BEST, MOST, Question
 from megatron_vocabpar.plan.fsdp import sharded
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.search import BEST, MOST, Found, Question
 from megatron_vocabpar.plan.tables import model_notes, sizes_of
 from megatron_vocabpar.plan.times import layer_ms
 from megatron_vocabpar.plan.verdict import Verdict, verdict
@@ -27,9 +28,9 @@ _BINDS, _WIDE = "what binds it", 110  # columns of a terminal where each row say
 _SAYS = 0.02  # parts of the time that are at least this share of it are named
 
 
-def shares(found: Found) -> dict[str, float]:
+def shares(choice: Choice) -> dict[str, float]:
     """The losses of time in an iteration of the mean rank, as shares of it."""
-    request, choice = found.request, found.choice
+    request = choice.request
     model, job = request.model, request.job
     layer = layer_ms(model, job, request.hardware)
     of_all = job.m * model.layers / job.p / choice.iteration_ms
@@ -43,21 +44,21 @@ def shares(found: Found) -> dict[str, float]:
     }
 
 
-def binds(found: Found) -> str:
+def binds(choice: Choice) -> str:
     """In words, the largest losses of time, and the memory that faster settings would need."""
-    parts = sorted(shares(found).items(), key=lambda one: -one[1])
+    parts = sorted(shares(choice).items(), key=lambda one: -one[1])
     causes = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
-    if found.needed_gib:
-        causes.append(f"memory: more than {found.request.limit_gib:.0f} GiB without what is saved")
+    if choice.needed_gib:
+        causes.append(f"memory: more than {choice.request.limit_gib:.0f} GiB without what is saved")
     return ", ".join(causes) or "operations"
 
 
-def stock_best(found: Sequence[Found]) -> Found | None:
+def stock_best(found: Sequence[Choice]) -> Choice | None:
     """The fastest that Megatron can run without this package."""
-    return next((one for one in found if one.choice.stock), None)
+    return next((choice for choice in found if choice.stock), None)
 
 
-def shown(found: Sequence[Found]) -> list[Found]:
+def shown(found: Sequence[Choice]) -> list[Choice]:
     """The best entries, and Megatron's best behind them if it is not among them."""
     best, stock = list(found[:BEST]), stock_best(found)
     return best if stock is None or stock in best else [*best, stock]
@@ -71,7 +72,9 @@ def sources(hardware: Hardware) -> Iterator[str]:
         yield f"share {name} {getattr(hardware.rates, name):g}: {source}"
 
 
-def print_search(question: Question, found: Sequence[Found], notes: Sequence[str], console: Console) -> None:
+def print_configurations(
+    question: Question, found: Sequence[Choice], notes: Sequence[str], console: Console
+) -> None:
     """The table, the launch line of the best, and of Megatron's best."""
     console.print(Text(headline(question)))
     if not found:
@@ -81,25 +84,27 @@ def print_search(question: Question, found: Sequence[Found], notes: Sequence[str
     wide = console.width >= _WIDE
     console.print(_table(shown(found), wide))
     best, stock = found[0], stock_best(found)
-    console.print(Text(f"Recommended: {best.choice.name} with {sizes_of(best.request.job)}"))
+    console.print(Text(f"Recommended: {best.name} with {sizes_of(best.request.job)}"))
     if not wide:
         console.print(Text(f"- {_BINDS.capitalize()}: {binds(best)}"))
     if gain(found):
         console.print(Text(f"- {gain(found)}"))
     if judged := verdict_of(found):
         console.print(Text(f"- {judged}"))
-    for line in filter(None, (*channels(best.choice), faster_sharded(question, found))):
+    for line in filter(None, (*channels(best), faster_sharded(question, found))):
         console.print(Text(f"- {line}"))
     console.print(
-        Text(f"- Times are estimates; --sources says where each number is from; {MOST} ways at most")
+        Text(
+            f"- Times are estimates; --sources says where each number is from; {MOST} configurations at most"
+        )
     )
     for line in (*notes, *model_notes(question.model)):
         console.print(Text(f"- {line}"))
     console.print()
-    print(launch_line(best.request, best.choice))  # as it is, for copying
+    print(launch_line(best))  # as it is, for copying
     if stock is not None and stock is not best:
         console.print(Text("\nMegatron by itself:"))
-        print(launch_line(stock.request, stock.choice))
+        print(launch_line(stock))
 
 
 def headline(question: Question) -> str:
@@ -111,23 +116,23 @@ def headline(question: Question) -> str:
     )
 
 
-def gain(found: Sequence[Found]) -> str:
+def gain(found: Sequence[Choice]) -> str:
     """How much faster the best is than the best of Megatron by itself; empty if it is that, or none fits."""
     stock = stock_best(found)
     if stock is None or stock is found[0]:
         return ""
-    times = stock.choice.iteration_ms / found[0].choice.iteration_ms
+    times = stock.iteration_ms / found[0].iteration_ms
     return (
-        f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.choice.name} "
+        f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.name} "
         f"with {sizes_of(stock.request.job)}"
     )
 
 
-def faster_sharded(question: Question, found: Sequence[Found]) -> str:
+def faster_sharded(question: Question, found: Sequence[Choice]) -> str:
     """What FSDP may take, if that is less than the best takes; else empty."""
     model, gpu = question.model, question.hardware
     least = sharded(model, gpu, question.gpus, question.batch, question.limit_gib)
-    if least is None or (found and found[0].choice.iteration_ms <= least.iteration_ms):
+    if least is None or (found and found[0].iteration_ms <= least.iteration_ms):
         return ""
     tokens = least.micro_batch * model.seq_length
     return (
@@ -136,13 +141,13 @@ def faster_sharded(question: Question, found: Sequence[Found]) -> str:
     )
 
 
-def verdict_of(found: Sequence[Found]) -> Verdict | None:
+def verdict_of(found: Sequence[Choice]) -> Verdict | None:
     """Ours beside Megatron's own, by both readings of what collectives take."""
-    return verdict([one.choice for one in found])
+    return verdict(found)
 
 
 def nothing_fits(question: Question) -> str:
-    """The advice if no way fits."""
+    """The advice if no configuration fits."""
     least = question.model.parameters * 6 * 1.12 / question.gpus / 2**30
     fixed = (
         f" with {', '.join(f'{name} {value}' for name, value in question.fixed.items())}"
@@ -156,15 +161,15 @@ def nothing_fits(question: Question) -> str:
     )
 
 
-def _table(found: Sequence[Found], wide: bool) -> Table:
+def _table(found: Sequence[Choice], wide: bool) -> Table:
     headings = (*("t", "p", "d", "c", "e", "b", "m", "schedule", "memory", "ms", "MFU %", "GiB"), _BINDS)
     rows = [headings, *map(cells, found)]
     return text_table([row if wide else row[:-1] for row in rows], ("schedule", "memory", _BINDS))
 
 
-def cells(one: Found) -> list[str]:
+def cells(choice: Choice) -> list[str]:
     """A row of the table: seven sizes, the schedule, what saves memory, ms, MFU, GiB, what binds it."""
-    job, choice = one.request.job, one.choice
+    job = choice.request.job
     saved = [job.recompute] if job.recompute != "none" else []
     saved += ["host step"] if job.offload else []
     return [
@@ -172,13 +177,13 @@ def cells(one: Found) -> list[str]:
         choice.name,
         ", ".join(saved) or "-",
         f"{choice.iteration_ms:,.0f}",
-        f"{100 * choice.mfu(one.request):.1f}",
+        f"{100 * choice.mfu:.1f}",
         f"{choice.peak_gib:.0f}",
-        binds(one),
+        binds(choice),
     ]
 
 
-def search_json(question: Question, found: Sequence[Found], notes: Sequence[str]) -> str:
+def configurations_json(question: Question, found: Sequence[Choice], notes: Sequence[str]) -> str:
     """Everything that was found, as one JSON object."""
     return json.dumps(
         {
@@ -201,21 +206,20 @@ def verdict_json(judged: Verdict | None) -> dict[str, Any] | None:
     return {"gains": judged.gains, "undecided": judged.reason} if judged else None
 
 
-def _found_json(one: Found) -> dict[str, Any]:
-    choice, request = one.choice, one.request
+def _found_json(choice: Choice) -> dict[str, Any]:
     return {
-        "job": asdict(request.job),
+        "job": asdict(choice.request.job),
         "method": choice.method,
         "family": choice.family,
         "stock": choice.stock,
         "layers_per_stage": choice.layers,
         "iteration_ms": choice.iteration_ms,
         "other_ms": choice.other_ms,
-        "mfu": choice.mfu(request),
-        "tokens_per_s": choice.tokens_per_s(request),
+        "mfu": choice.mfu,
+        "tokens_per_s": choice.tokens_per_s,
         "peak_gib": choice.peak_gib,
-        "shares": shares(one),
-        "binds": binds(one),
+        "shares": shares(choice),
+        "binds": binds(choice),
         "exact": choice.exact,
-        "launch": launch_line(request, choice),
+        "launch": launch_line(choice),
     }

@@ -1,20 +1,17 @@
-"""Searches how to spread a model over some GPUs: it lists every way to divide it, and plays the best ones.
+"""How to spread a model over some GPUs: every parallel configuration has a bound, and the best are played.
 
-Each way (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any waiting.
-The first ``MOST`` are played, in turn by their bounds and by what is expected of them: our schedules with
-vocab-1, those with whole vocabulary layers and layers by hand, and Megatron's. For the best ten, what comes
-near the best is played with all layouts, and with our other methods. What cannot be faster than the known
-best of its kind or the tenth best kind, by its bound, is not played; what is not and comes not near the best
-of all is not priced (``price.py``).
+Each configuration (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any
+waiting. The first ``MOST`` are played, in turn by their bounds and by what is expected of them: our schedules
+with vocab-1, those with whole vocabulary layers and layers by hand, and Megatron's. For the best ten, what
+comes near the best is played with all layouts, and with our other methods. What cannot be faster than the
+known best of its kind or the tenth best kind, by its bound, is not played; what is not and comes not near the
+best of all is not priced (``price.py``). Of ours and of Megatron's ``choose`` then takes the fastest.
 
-Estimates are mostly too high, by up to 7 % at few microbatches. So of ours and of Megatron's at least
-``LEAST_WHOLE`` are simulated in full, in the order of their estimates, until no estimate is below the best.
-
-Recomputation and an optimizer on the host save memory and cost time. A schedule takes the first rung of
-``LADDER`` with which it fits, in the order of their bounds.
+Recomputation and an optimizer on the host save memory and cost time. A schedule takes the first of
+``MEMORY_SAVERS`` with which it fits, in the order of their bounds.
 
 The same question always has the same answer: nothing depends on the clock.
-Next: ``search_tables.py``.
+Next: ``configuration_tables.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from math import inf
 from statistics import fmean
 
 from megatron_vocabpar.plan.choice import Choice, Request, longest_after_ms
-from megatron_vocabpar.plan.choices import LEAST_WHOLE, ONLY_1F1B, choices_of, in_full
+from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, RESERVED, Held, parameters_of, stage_memory
@@ -48,18 +45,18 @@ from megatron_vocabpar.schedule.words.methods import (
 )
 from megatron_vocabpar.schedule.words.placement import Placement
 
-MOST = 128  # ways to divide a model that are played
+MOST = 128  # configurations that are played
 _NEAR = 1.03  # estimates over their kind's best that are kept
 BEST = 10
-_MOST_WHOLE = 8  # simulated in full
-_ALIKE = 2  # of them, the most with the same sizes, method and family
-_LAYOUTS = 1  # that every way is played with
+_MOST_FULL = 8  # full plays of ours, and of Megatron's
+_ALIKE = 2  # of them, the most with the same configuration, method and family
+_LAYOUTS = 1  # that every configuration is played with
 OURS = (  # baseline is the quickest to work out; of equally fast ones the first, which holds least, stays
     *((BASELINE, family) for family in ("v-half", "v-zb", "dualpipev", "zb-h1")),
     *((VOCAB_1, family) for family in ("v-min", "v-half", "v-zb", "dualpipev", "zb-h1", "1f1b")),
 )
-OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best ways are played with
-LADDER = tuple(product((False, True), ("none", "selective", "full")))
+OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best configurations are played with
+MEMORY_SAVERS = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed)."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
@@ -73,7 +70,7 @@ _LEAST_HELD = {
 
 @dataclass(frozen=True)
 class Question:
-    """The question to a search: a model to spread over some GPUs.
+    """The question: a model to spread over some GPUs.
 
     Attributes:
         batch: sequences of an iteration.
@@ -88,43 +85,27 @@ class Question:
     fixed: Mapping[str, int | bool | str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Found:
-    """One way to divide the model, with one schedule that fits.
-
-    Attributes:
-        needed_gib: the GiB that the rung before needed, or the limit if they are unknown; 0 on the first.
-    """
-
-    request: Request
-    choice: Choice
-    needed_gib: float = 0.0
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The key of which a search keeps the fastest result."""
-        return _kind(self.request.job, self.choice.stock)
-
-
 def usual_batch(model: Model, gpus: int) -> int:
     """The default number of sequences of an iteration: 4 M tokens, and at least two for each GPU."""
     return max(_BATCH_TOKENS // model.seq_length, 2 * gpus)
 
 
-def candidates(question: Question) -> list[tuple[float, Job]]:
-    """Every way to divide the model that Megatron accepts and that can fit, with its bound.
+def configurations(question: Question) -> list[tuple[float, Job]]:
+    """Every parallel configuration that Megatron accepts and that can fit, with its bound.
 
     In turn come the next by the bound and the next by ``expected_ms``. Each order alone hides winners: on 512
-    GPUs, of 881 ways for DeepSeek-V3 a good one is 47th by the bound, and of 882 for gpt-oss-120b the best is
-    91st by what is expected.
+    GPUs, of 881 for DeepSeek-V3 a good one is 47th by the bound, and of 882 for gpt-oss-120b the best is 91st
+    by what is expected.
     """
-    ways = []
+    fitting = []
     for job in _jobs(question):
-        rung = next((one for one in rungs(question, job) if _fits_with(question, one, one.p / 3)), None)
-        if rung is not None:
-            ways.append((bound_ms(question, rung), expected_ms(question, rung), job))
-    orders = (sorted(ways, key=lambda way: (way[k], _sizes(way[2]))) for k in (0, 1))
-    return [(bound, job) for bound, _, job in dict.fromkeys(chain.from_iterable(zip(*orders, strict=True)))]
+        variants = memory_variants(question, job)
+        fits = next((each for each in variants if _fits_with(question, each, each.p / 3)), None)
+        if fits is not None:
+            fitting.append((bound_ms(question, fits), expected_ms(question, fits), job))
+    orders = (sorted(fitting, key=lambda row: (row[k], _sizes(row[2]))) for k in (0, 1))
+    in_turn = dict.fromkeys(chain.from_iterable(zip(*orders, strict=True)))
+    return [(bound, job) for bound, _, job in in_turn]
 
 
 def _sizes(job: Job) -> tuple[int, ...]:
@@ -210,41 +191,41 @@ def _evenly(model: Model, p: int) -> tuple[Method, Placement, tuple[int, ...]]:
     return method_named(VOCAB_1 if p > 1 else BASELINE), Placement(p, 1, "standard"), layers
 
 
-def rungs(question: Question, job: Job) -> list[Job]:
-    """The job on each rung, by their bounds; only a distributed optimizer can move to the host."""
+def memory_variants(question: Question, job: Job) -> list[Job]:
+    """The job with each of ``MEMORY_SAVERS``, by their bounds; only a distributed optimizer can be moved."""
     fixed = question.fixed
     wanted = [
         replace(job, offload=offload, recompute=recompute)
-        for offload, recompute in LADDER
+        for offload, recompute in MEMORY_SAVERS
         if (fixed.get("recompute", recompute), fixed.get("offload", offload)) == (recompute, offload)
         and (job.distributed_optimizer or not offload)
     ]
     return sorted(wanted, key=partial(bound_ms, question))
 
 
-def tried(
+def quick_plays(
     question: Question, job: Job, ours_ms: float = inf, stock_ms: float = inf, best_ms: float = inf
-) -> list[Found]:
-    """Our schedules that fit and the best of Megatron's, for this way to divide the model.
+) -> list[Choice]:
+    """Our schedules that fit and the best of Megatron's, in this configuration.
 
     Ours are left out if they take ``ours_ms`` or longer, and Megatron's if they take ``stock_ms``. With
-    ``best_ms``, the least known of all ways, what comes near it stays.
+    ``best_ms``, the least known of all configurations, what comes near it stays.
     """
-    ours: list[Found] = []
+    ours: list[Choice] = []
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
             least = min(map(_ms, ours), default=inf)
             limits = min(ours_ms, least), _NEAR * min(best_ms, least)
             ours += _fitting(question, job, method, family, limits, _LAYOUTS)
     played = partial(quick_stock_choices, below_ms=stock_ms)
-    stock = _cheapest(question, job, "stock", played, stock_ms)
-    return [*_near(ours), *(one for one in sorted(stock, key=_ms)[:1] if _ms(one) < stock_ms)]
+    stock = _first_that_fits(question, job, "stock", played, stock_ms)
+    return [*_near(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
 
-def _near(found: list[Found]) -> list[Found]:
+def _near(choices: list[Choice]) -> list[Choice]:
     """Those that may be the fastest, if estimates are a little too high."""
-    least = min(map(_ms, found), default=inf)
-    return [one for one in found if _ms(one) <= _NEAR * least]
+    least = min(map(_ms, choices), default=inf)
+    return [choice for choice in choices if _ms(choice) <= _NEAR * least]
 
 
 def _fitting(
@@ -254,7 +235,7 @@ def _fitting(
     family: str,
     limits: tuple[float, float],
     most: int | None = None,
-) -> list[Found]:
+) -> list[Choice]:
     """One method in one family with its layouts, or the ``most`` likeliest, unless one takes too long.
 
     ``limits`` are ``below_ms`` and ``near_ms`` of ``choices_of``.
@@ -264,127 +245,123 @@ def _fitting(
     def played(request: Request) -> list[Choice]:
         return choices_of(request, method, family, below_ms=below_ms, near_ms=near_ms, most=most)
 
-    return _cheapest(question, job, family, played, below_ms)
+    return _first_that_fits(question, job, family, played, below_ms)
 
 
-def _cheapest(
+def _first_that_fits(
     question: Question, job: Job, family: str, played: Callable[[Request], list[Choice]], below_ms: float
-) -> list[Found]:
-    """The choices that fit on the first rung on which any fits; none if all take ``below_ms`` or longer."""
-    before = 0.0
-    for rung in rungs(question, job):
-        if bound_ms(question, rung) >= below_ms:
+) -> list[Choice]:
+    """What fits in the first of the job's memory variants in which any fits, unless all take ``below_ms``."""
+    needed_gib = 0.0
+    for variant in memory_variants(question, job):
+        if bound_ms(question, variant) >= below_ms:
             return []
-        if not _fits_with(question, rung, _LEAST_HELD[family] * job.p, mean=True):
-            before = before or question.limit_gib
+        if not _fits_with(question, variant, _LEAST_HELD[family] * job.p, mean=True):
+            needed_gib = needed_gib or question.limit_gib
             continue
-        request = Request(question.model, rung, question.hardware, question.limit_gib)
-        choices = [one for one in played(request) if not one.problem]
-        fitting = [Found(request, one, before) for one in choices if one.fits(request)]
+        request = Request(question.model, variant, question.hardware, question.limit_gib)
+        choices = [choice for choice in played(request) if not choice.problem]
+        fitting = [replace(choice, needed_gib=needed_gib) for choice in choices if choice.fits]
         if fitting or not choices:
             return fitting
-        before = min(one.peak_gib for one in choices)
+        needed_gib = min(choice.peak_gib for choice in choices)
     return []
 
 
-def _ms(found: Found) -> float:
-    return found.choice.iteration_ms
+def _ms(choice: Choice) -> float:
+    return choice.iteration_ms
 
 
-def search(
+def best_configurations(
     question: Question, *, workers: int = 1, progress: Callable[[int, int], None] = lambda done, of: None
-) -> list[Found]:
-    """The best of each kind, fastest first; Megatron's best is among them, or comes last.
+) -> list[Choice]:
+    """The best choice of each kind, fastest first; Megatron's best is among them, or comes last.
 
-    ``progress`` is called with the number of ways that have been played, and the most that will be.
+    ``progress`` is called with the number of configurations that have been played, and the most that will be.
     """
-    ways = candidates(question)
-    best: dict[tuple[object, ...], Found] = {}
-    found: list[Found] = []
-    waiting, done, most = iter(ways[:MOST]), 0, min(MOST, len(ways))
+    jobs = [job for _, job in configurations(question)[:MOST]]
+    best: dict[Kind, Choice] = {}
+    played: list[Choice] = []
+    waiting, done = iter(jobs), 0
     with mapping(workers) as each:
         while batch := list(islice(waiting, 2 * workers)):
-            limits = ([_known_ms(best, job, stock) for _, job in batch] for stock in (False, True))
+            limits = ([_known_ms(best, job, stock) for job in batch] for stock in (False, True))
             least = [_times(best, False)[0]] * len(batch)
-            for of_way in each(tried, [question] * len(batch), [job for _, job in batch], *limits, least):
-                found += of_way
-                for one in of_way:
-                    if one.kind not in best or _ms(one) < _ms(best[one.kind]):
-                        best[one.kind] = one
+            for of_job in each(quick_plays, [question] * len(batch), batch, *limits, least):
+                played += of_job
+                for choice in of_job:
+                    kind = kind_of(choice)
+                    if kind not in best or _ms(choice) < _ms(best[kind]):
+                        best[kind] = choice
             done += len(batch)
-            progress(done, most)
-        few = sorted((one for one in best.values() if not one.choice.stock), key=_ms)[:BEST]
-        of_kinds = [[one for one in found if one.kind == kind] for kind in (one.kind for one in _near(few))]
-        for more in each(_in_other_ways, [question] * len(of_kinds), of_kinds):
-            found += more
-    return _best_of_kinds(_whole(found))
+            progress(done, len(jobs))
+        ours = sorted((choice for choice in best.values() if not choice.stock), key=_ms)[:BEST]
+        kinds = [kind_of(choice) for choice in _near(ours)]
+        of_kinds = [[choice for choice in played if kind_of(choice) == kind] for kind in kinds]
+        for further in each(_other_plays, [question] * len(of_kinds), of_kinds):
+            played += further
+    return _best_of_kinds([*_in_full(played, False), *_in_full(played, True)])
 
 
-def _in_other_ways(question: Question, found: list[Found]) -> list[Found]:
+def _other_plays(question: Question, played: list[Choice]) -> list[Choice]:
     """The families that came near the best of one kind, with our other methods and layouts."""
-    more: list[Found] = []
-    near, known = _near(found), set()
-    for one in near:
-        family, job = one.choice.family, one.request.job
-        for method in dict.fromkeys((one.choice.method, *OTHERS)):
+    further: list[Choice] = []
+    near, known = _near(played), set()
+    for choice in near:
+        family, job = choice.family, choice.request.job
+        for method in dict.fromkeys((choice.method, *OTHERS)):
             if family == "1f1b" or method not in ONLY_1F1B:
                 key = method, family, replace(job, offload=False, recompute="none")
                 if key not in known:
                     known.add(key)
-                    least = min(map(_ms, [*near, *more]))
-                    more += _fitting(question, job, method, family, (least, _NEAR * least))
-    return more
+                    least = min(map(_ms, [*near, *further]))
+                    further += _fitting(question, job, method, family, (least, _NEAR * least))
+    return further
 
 
-def _known_ms(best: Mapping[tuple[object, ...], Found], job: Job, stock: bool) -> float:
-    """The least ms known of a way's kind, or the tenth of all kinds, if that is less."""
+Kind = tuple[int, int, int, bool]
+"""How weights are divided, t, p and e, and whether Megatron runs it by itself: the best of each is kept."""
+
+
+def kind_of(choice: Choice) -> Kind:
+    """The key of which the fastest choice is kept."""
+    return _kind(choice.request.job, choice.stock)
+
+
+def _kind(job: Job, stock: bool) -> Kind:
+    return job.t, job.p, job.e, stock
+
+
+def _known_ms(best: Mapping[Kind, Choice], job: Job, stock: bool) -> float:
+    """The least ms known of a job's kind, or the tenth of all kinds, if that is less."""
     known = best.get(_kind(job, stock))
     return min(_ms(known) if known else inf, _times(best, stock)[BEST - 1])
 
 
-def _kind(job: Job, stock: bool) -> tuple[object, ...]:
-    """How weights are divided, and whether Megatron runs it by itself."""
-    return job.t, job.p, job.e, stock
-
-
-def _times(best: Mapping[tuple[object, ...], Found], stock: bool) -> list[float]:
+def _times(best: Mapping[Kind, Choice], stock: bool) -> list[float]:
     """The ms of the ten best kinds of ours or of Megatron's; of those not known yet, infinite."""
-    return sorted([*(_ms(one) for one in best.values() if one.choice.stock == stock), *[inf] * BEST])[:BEST]
+    return sorted([*(_ms(one) for one in best.values() if one.stock == stock), *[inf] * BEST])[:BEST]
 
 
-def _whole(found: list[Found]) -> list[Found]:
-    """The list with what could be the fastest of ours and of Megatron's simulated in full.
+def _in_full(played: list[Choice], stock: bool) -> list[Choice]:
+    """Ours or Megatron's, with what could be the fastest of them played in full.
 
-    For example, an estimate of 1,396 ms behind one of 1,388 ms is 1,362 ms in full, and the first 1,374 ms.
-    The best by the other reading of ``price.py`` is simulated, too. What then does not fit, or is estimated
-    below the best and was not simulated, is left out.
+    What then does not fit, or is estimated below the best and was not played in full, is left out.
     """
-    checked: list[Found] = []
-    for stock in (False, True):
-        least, done, alike = inf, 0, Counter[tuple[object, ...]]()
-        side = sorted((each for each in found if each.choice.stock == stock), key=_ms)
-        other = min(side, key=_other_ms, default=None)
-        for one in sorted(side, key=lambda one: one is not other):
-            enough = done >= LEAST_WHOLE and _ms(one) >= least
-            same = one.request.job, one.choice.method, one.choice.family
-            if enough:
-                checked.append(one)
-            elif done < _MOST_WHOLE and alike[same] < _ALIKE:
-                done, alike[same] = done + 1, alike[same] + 1
-                full = replace(one, choice=in_full(one.request, one.choice, least))
-                if full.choice.fits(full.request):
-                    least = min(least, _ms(full))
-                    checked.append(full)
-    return checked
+    alike = Counter[tuple[object, ...]]()
+    side = []
+    for choice in sorted((choice for choice in played if choice.stock == stock), key=_ms):
+        same = choice.request.job, choice.method, choice.family
+        alike[same] += 1
+        side += [choice] if alike[same] <= _ALIKE else []
+    ranked = fastest(side, most=_MOST_FULL)
+    least = min((choice.known_ms for choice in ranked if choice.is_full), default=inf)
+    return [choice for choice in ranked if choice.fits and (choice.is_full or _ms(choice) >= least)]
 
 
-def _other_ms(found: Found) -> float:
-    return found.choice.other_ms
-
-
-def _best_of_kinds(found: list[Found]) -> list[Found]:
-    """The fastest of each kind, in order; one that was simulated in full comes before one that was not."""
-    best: dict[tuple[object, ...], Found] = {}
-    for one in sorted(found, key=lambda one: (_ms(one), not one.choice.exact)):
-        best.setdefault(one.kind, one)
+def _best_of_kinds(choices: list[Choice]) -> list[Choice]:
+    """The fastest of each kind, in order; one that was played in full comes before one that was not."""
+    best: dict[Kind, Choice] = {}
+    for choice in sorted(choices, key=lambda choice: (_ms(choice), not choice.exact)):
+        best.setdefault(kind_of(choice), choice)
     return list(best.values())

@@ -1,4 +1,4 @@
-"""``vocabpar plan --gpus``: asks the search, with a bar while it plays."""
+"""``vocabpar plan --gpus``: asks how to spread a model over so many, with a bar while that is played."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_vocabpar.cli.files import is_quiet
+from megatron_vocabpar.plan.configuration_tables import configurations_json, print_configurations
+from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus
-from megatron_vocabpar.plan.search import Question, search, usual_batch
-from megatron_vocabpar.plan.search_tables import print_search, search_json
 from megatron_vocabpar.text_tables import console
 
 _WORKERS = 4
@@ -39,7 +39,7 @@ _SWITCHES = (
 )
 
 
-def search_plan(
+def plan_gpus(
     model: Model,
     given: Given,
     gpu: Hardware,
@@ -47,7 +47,7 @@ def search_plan(
     options: Mapping[str, Any],
     notes: Sequence[str],
 ) -> bool:
-    """Search and print, with ``notes`` on what was given; whether anything fits."""
+    """Print the best configurations, with ``notes`` on what was given; whether anything fits."""
     unusable = [name for name in ("dp", "microbatches", "costs_file") if options.get(name)]
     if unusable:
         named = ", ".join(f"--{name.replace('_file', '').replace('_', '-')}" for name in unusable)
@@ -55,18 +55,18 @@ def search_plan(
     question = question_of(model, given, gpu, limit_gib, options)
     notes = [*notes, *other_gpus(given, question.gpus), *given.unread()]
     with _bar() as progress:
-        found = search(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
+        found = best_configurations(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
     if options["output_format"] == "json":
-        click.echo(search_json(question, found, notes))
+        click.echo(configurations_json(question, found, notes))
     else:
-        print_search(question, found, notes, console(_COLUMNS))
+        print_configurations(question, found, notes, console(_COLUMNS))
     return bool(found)
 
 
 def question_of(
     model: Model, given: Given, gpu: Hardware, limit_gib: float, options: Mapping[str, Any]
 ) -> Question:
-    """The question to the search: the sizes and settings that are given stay."""
+    """The question: the sizes and settings that are given stay."""
     gpus = int(options["gpus"])
     said = job_from_arguments(given, {**options, "dp": 1, "ep": 1, "microbatches": 1})
     batch = options["global_batch_size"] or given.number("global-batch-size", usual_batch(model, gpus))
@@ -89,5 +89,5 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, of: None
         return
     with Progress(console=terminal, transient=True) as progress:
-        task = progress.add_task("ways to spread the model", total=None)
+        task = progress.add_task("parallel configurations", total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)

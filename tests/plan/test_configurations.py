@@ -1,4 +1,4 @@
-"""The search: what it finds fits, nothing that it left out is better, and it says what binds."""
+"""The best configurations fit, nothing that is left out is better, and it is said what binds them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 from multiprocessing import active_children
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.plan import search as searching
+from megatron_vocabpar.plan import choices as choosing
+from megatron_vocabpar.plan import configurations as planning
 from megatron_vocabpar.plan import stock_choices as playing
-from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, choices_of, in_full
-from megatron_vocabpar.plan.hardware import hardware_named
-from megatron_vocabpar.plan.job import RECOMPUTE, Job
-from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.search import (
-    Found,
+from megatron_vocabpar.plan.configuration_tables import binds, shares, shown, sources, stock_best
+from megatron_vocabpar.plan.configurations import (
     Question,
+    best_configurations,
     bound_ms,
-    candidates,
-    rungs,
-    search,
-    tried,
+    configurations,
+    kind_of,
+    memory_variants,
+    quick_plays,
     usual_batch,
 )
-from megatron_vocabpar.plan.search_tables import binds, shares, shown, sources, stock_best
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.job import RECOMPUTE, Job
+from megatron_vocabpar.plan.memory import GIB, StageMemory
+from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.problem import Problem
@@ -53,8 +53,8 @@ def question(model: Model, gpus: int = 4, limit_gib: float = 79.0, **fixed: int 
 def test_the_best_of_all_ways_is_found() -> None:
     """The search agrees with trying every way, method and rung in turn, without bounds."""
     asked = question(small(), limit_gib=20.0)
-    found = search(asked)
-    every = [*searching.OURS, *(("vocab-2", family) for _, family in searching.OURS), ("interlaced", "1f1b")]
+    found = best_configurations(asked)
+    every = [*planning.OURS, *(("vocab-2", family) for _, family in planning.OURS), ("interlaced", "1f1b")]
     times = []
     for t, p, c, offload, recompute in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (False, True), RECOMPUTE):
         if 4 % (t * p * c) or asked.model.seq_length < 2048 * c:
@@ -68,42 +68,42 @@ def test_the_best_of_all_ways_is_found() -> None:
         request = Request(asked.model, job, H100, 20.0)
         choices = stock_choices(request)
         choices += [choice_of(request, *pair, job.m) for pair in every] if p > 1 else []
-        times += [one.iteration_ms for one in choices if one.fits(request)]
+        times += [one.iteration_ms for one in choices if one.fits]
     assert found
-    assert found[0].choice.iteration_ms <= 1.03 * min(times)
-    assert found[0].choice.fits(found[0].request)
-    assert found[0].choice.exact
+    assert found[0].iteration_ms <= 1.03 * min(times)
+    assert found[0].fits
+    assert found[0].exact
 
 
 def test_the_best_sizes_are_played_with_every_method() -> None:
-    """Each of the found is no slower than the other methods in its family, with the same sizes."""
+    """Each is no slower than the other methods in its family, with the same sizes."""
     asked = question(small(), p=4, t=1, c=1)
-    for one in search(asked):
-        if not one.choice.stock:
-            methods = ("vocab-1", "vocab-2", "interlaced")[: 3 if one.choice.family == "1f1b" else 2]
-            times = [choice_of(one.request, method, one.choice.family).iteration_ms for method in methods]
-            assert one.choice.iteration_ms <= 1.001 * min(times)
+    for one in best_configurations(asked):
+        if not one.stock:
+            methods = ("vocab-1", "vocab-2", "interlaced")[: 3 if one.family == "1f1b" else 2]
+            times = [choice_of(one.request, method, one.family).iteration_ms for method in methods]
+            assert one.iteration_ms <= 1.001 * min(times)
 
 
 def test_pairs_are_found_where_they_hide_an_exchange() -> None:
     """Without a search: dualpipev with vocab-1 is faster than all else on these sizes."""
     asked = replace(question(small("qwen3-30b-a3b", 16), gpus=16, p=4, t=1, c=1, e=4), batch=64)
-    first, *_ = search(asked)
-    assert first.choice.family == "dualpipev"
-    alone = replace(first, choice=replace(first.choice, family="v-zb"))
+    first, *_ = best_configurations(asked)
+    assert first.family == "dualpipev"
+    alone = replace(first, family="v-zb")
     rest, whole = (shares(one)["the exchange of experts"] for one in (first, alone))
     assert rest == pytest.approx(0.07 * whole)
     choices = stock_choices(first.request)
-    choices += [choice_of(first.request, *each, first.request.job.m) for each in searching.OURS]
+    choices += [choice_of(first.request, *each, first.request.job.m) for each in planning.OURS]
     assert min(choices, key=lambda one: one.iteration_ms).family == "dualpipev"
 
 
 def test_bounds_are_below_what_is_played() -> None:
     asked = question(small())
-    for bound, job in candidates(asked):
-        for one in tried(asked, job):
-            assert bound <= 1.0001 * one.choice.iteration_ms
-            assert bound_ms(asked, one.request.job) <= 1.0001 * one.choice.iteration_ms
+    for bound, job in configurations(asked):
+        for one in quick_plays(asked, job):
+            assert bound <= 1.0001 * one.iteration_ms
+            assert bound_ms(asked, one.request.job) <= 1.0001 * one.iteration_ms
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -129,13 +129,13 @@ def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same answer as by playing and pricing every schedule of every way, with fewer played."""
     asked = question(small("qwen3-30b-a3b", 12), gpus=8, limit_gib=40.0)
     plays = counted(monkeypatch)
-    found, needed = search(asked), len(plays)
-    monkeypatch.setattr(searching, "_known_ms", lambda *_: inf)
+    found, needed = best_configurations(asked), len(plays)
+    monkeypatch.setattr(planning, "_known_ms", lambda *_: inf)
     monkeypatch.setattr(
-        searching, "choices_of", lambda *given, below_ms, near_ms, most: choices_of(*given, most=most)
+        planning, "choices_of", lambda *given, below_ms, near_ms, most: choices_of(*given, most=most)
     )
-    monkeypatch.setattr(searching, "in_full", lambda request, choice, _: in_full(request, choice))
-    assert search(asked)[: searching.BEST] == found[: searching.BEST]
+    monkeypatch.setattr(choosing, "in_full", lambda choice, below_ms=inf: in_full(choice))
+    assert best_configurations(asked)[: planning.BEST] == found[: planning.BEST]
     assert needed < 0.8 * (len(plays) - needed)
 
 
@@ -143,11 +143,11 @@ def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
     """Gemma 3 27B, p 2, t 2, c 2: recomputing all takes at least 238 s, the optimizer on the host 187."""
     model = model_preset("gemma-3-27b")
     asked = Question(model, H100, 8, usual_batch(model, 8), H100.memory_gib)
-    job = next(job for _, job in candidates(asked) if (job.p, job.t, job.c) == (2, 2, 2))
+    job = next(job for _, job in configurations(asked) if (job.p, job.t, job.c) == (2, 2, 2))
     recomputed = bound_ms(asked, replace(job, recompute="full"))
-    (found,) = tried(asked, job, ours_ms=0.0, stock_ms=recomputed)
+    (found,) = quick_plays(asked, job, ours_ms=0.0, stock_ms=recomputed)
     assert (found.request.job.offload, found.request.job.recompute) == (True, "none")
-    assert found.choice.iteration_ms < 0.8 * recomputed
+    assert found.iteration_ms < 0.8 * recomputed
 
 
 @pytest.mark.slow
@@ -155,29 +155,29 @@ def test_a_search_plays_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,919 orders of 128 ways, on a pipeline of up to 32 ranks: 27 s of one processor."""
     model, gpu = model_preset("glm-4.5"), hardware_named("GB300")
     plays = counted(monkeypatch)
-    assert search(Question(model, gpu, 64, usual_batch(model, 64), gpu.memory_gib))
+    assert best_configurations(Question(model, gpu, 64, usual_batch(model, 64), gpu.memory_gib))
     assert len(plays) <= 1_950
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    asked = question(small(), gpus=2)
-    assert search(asked) == search(asked, workers=2)
+    asked = question(small(), gpus=2, c=1)
+    assert best_configurations(asked) == best_configurations(asked, workers=2)
 
 
 def test_what_is_fixed_stays() -> None:
-    asked = question(small(), t=2, recompute="full", offload=False)
+    asked = question(small(), t=2, c=1, recompute="full", offload=False)
     assert all(
         (one.request.job.t, one.request.job.recompute, one.request.job.offload) == (2, "full", False)
-        for one in search(asked)
+        for one in best_configurations(asked)
     )
 
 
 def test_a_rung_is_climbed_where_memory_lacks() -> None:
     model = small("llama-3.1-8b", 16)
-    roomy, tight = (question(model, limit_gib=limit) for limit in (79.0, 24.0))
-    assert [one.recompute for one in rungs(roomy, Job(p=4, d=1))] == ["none", "selective", "full"]
-    assert search(roomy)[0].request.job.recompute == "none"
-    found = search(tight)
+    roomy, tight = (question(model, limit_gib=limit, t=1, c=1) for limit in (79.0, 24.0))
+    assert [one.recompute for one in memory_variants(roomy, Job(p=4, d=1))] == ["none", "selective", "full"]
+    assert best_configurations(roomy)[0].request.job.recompute == "none"
+    found = best_configurations(tight)
     saved = [one for one in found if one.request.job.recompute != "none" or one.request.job.offload]
     assert saved
     assert all("memory: more than 24 GiB" in binds(one) for one in saved if one.needed_gib)
@@ -185,26 +185,26 @@ def test_a_rung_is_climbed_where_memory_lacks() -> None:
 
 def test_experts_are_exchanged_within_a_node_if_they_can_be() -> None:
     model = replace(model_preset("qwen3-30b-a3b"), layers=8)
-    found = search(Question(model, H100, 16, 64, 79.0, {"p": 2, "t": 1, "c": 1}))
+    found = best_configurations(Question(model, H100, 16, 64, 79.0, {"p": 2, "t": 1, "c": 1}))
     assert found[0].request.job.e <= 8
-    across = search(Question(model, H100, 16, 64, 79.0, {"p": 1, "t": 1, "c": 1, "e": 16}))
+    across = best_configurations(Question(model, H100, 16, 64, 79.0, {"p": 1, "t": 1, "c": 1, "e": 16}))
     assert "exchange of experts" in binds(across[0])
-    faster = search(
+    faster = best_configurations(
         Question(model, H100.connected(per_node=16), 16, 64, 79.0, {"p": 1, "t": 1, "c": 1, "e": 16})
     )
     slow, fast = (shares(found[0])["the exchange of experts"] for found in (across, faster))
     assert slow > 2.5 * fast
-    assert faster[0].choice.iteration_ms < across[0].choice.iteration_ms
+    assert faster[0].iteration_ms < across[0].iteration_ms
 
 
 def test_kinds_differ_and_megatrons_best_is_shown() -> None:
-    found = search(question(small(), gpus=8))
+    found = best_configurations(question(small(), gpus=8, t=1, c=1))
     rows = shown(found)
-    assert len({one.kind for one in rows}) == len(rows) <= searching.BEST + 1
+    assert len({kind_of(one) for one in rows}) == len(rows) <= planning.BEST + 1
     stock = stock_best(found)
     assert stock in rows
     assert stock is not None
-    assert stock.choice.stock
+    assert stock.stock
 
 
 def test_a_batch_is_four_million_tokens_or_two_sequences_a_gpu() -> None:
@@ -232,7 +232,8 @@ def test_what_a_search_does_not_take_is_refused(flags: str, says: str) -> None:
 
 
 def test_the_verb_searches_and_prints_both_launch_lines() -> None:
-    words = ["plan", "--preset", "llama-3.2-3b", "--gpus", "2", "--global-batch-size", "16", "--sources"]
+    sizes = ["--gpus", "2", "--pp", "2", "--tp", "1", "--cp", "1", "--global-batch-size", "16"]
+    words = ["plan", "--preset", "llama-3.2-3b", *sizes, "--sources"]
     result = CliRunner().invoke(main, [*words, "--", "--weight-decay", "0.1"])
     assert result.exit_code == 0, result.output
     assert "Recommended: " in result.output
@@ -272,19 +273,18 @@ def test_what_ends_the_search_ends_its_workers() -> None:
 def test_what_could_be_the_fastest_is_simulated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """At least three, at most two of one family, and what is estimated below the best; b does not fit."""
     full = {"a": 1390.0, "b": 1362.0, "c": 1374.0, "d": 1300.0, "e": 1385.0, "f": 1380.0}
-    request: Any = SimpleNamespace(job=None)
+    request = Request(small(), Job(p=2), H100, 79.0)
+    large = StageMemory(80.0 * GIB, *(0.0,) * 6)
 
-    def found(name: str, ms: float, exact: bool = False) -> Found:
-        family = "v-zb" if name in "acd" else "zb-h1"
-        choice: Any = SimpleNamespace(
-            name=name, iteration_ms=ms, other_ms=ms, exact=exact, fits=lambda _: name != "b", stock=False,
-            method="", family=family,
-        )  # fmt: skip
-        return Found(request, choice)
+    def played(choice: Choice, below_ms: float = inf) -> Choice:
+        stages = (large,) if choice.layers == (1,) else ()
+        return replace(choice, iteration_ms=full["abcdef"[choice.layers[0]]], stages=stages, is_full=True)
 
-    monkeypatch.setattr(
-        searching, "in_full", lambda _, choice, near: found(choice.name, full[choice.name], True).choice
-    )
-    estimates = [found(name, 1370.0 + i) for i, name in enumerate("abcdef")]
-    names = [(one.choice.name, one.choice.exact) for one in searching._whole(estimates)]
-    assert names == [("a", True), ("c", True), ("e", False), ("f", False)]
+    monkeypatch.setattr(choosing, "in_full", played)
+    families = ("v-zb", "zb-h1", "v-zb", "v-zb", "zb-h1", "v-half")
+    estimates = [
+        Choice(request, "vocab-1", family, (k,), 1370.0 + k, other_ms=1370.0 + k)
+        for k, family in enumerate(families)
+    ]
+    found = [("abcdef"[one.layers[0]], one.is_full) for one in planning._in_full(estimates, False)]
+    assert found == [("c", True), ("a", True), ("e", False), ("f", False)]
