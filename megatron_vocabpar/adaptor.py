@@ -14,7 +14,7 @@ import sys
 from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
 
 if is_asked_for(sys.argv[1:]):
-    from megatron_vocabpar.megatron_lm.first_choice import decided
+    from megatron_vocabpar.megatron_lm.model_choice import decided
     from megatron_vocabpar.megatron_lm.patch import apply
 
     argv, world_size = sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))

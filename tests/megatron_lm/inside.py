@@ -22,8 +22,8 @@ from typing import Any
 import typing_extensions
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, recognise
-from megatron_vocabpar.megatron_lm.first_choice import decided
 from megatron_vocabpar.megatron_lm.flags import FLAGS, config_from_argv
+from megatron_vocabpar.megatron_lm.model_choice import decided
 from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
 from megatron_vocabpar.megatron_lm.rules.arguments import declared
 

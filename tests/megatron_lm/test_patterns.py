@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vocabpar.megatron_lm.first_choice import decided
 from megatron_vocabpar.megatron_lm.first_costs import first_costs
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.layouts import place_layers
+from megatron_vocabpar.megatron_lm.model_choice import decided
 from megatron_vocabpar.megatron_lm.replacements import _segment_of_the_stage
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.pipeline.pairs.chunk_plan import ChunkPlan

@@ -5,7 +5,7 @@ later, and a program of your own may give any plan. So every decision of the mod
 
     decided when the model is built       in Megatron-LM, by      a plan that wants something else
     ------------------------------------  ----------------------  ----------------------------------------
-    vocabulary layers whole or in shards  first_choice.decided    is refused: ForwardBackward.use, plan
+    vocabulary layers whole or in shards  model_choice.decided    is refused: ForwardBackward.use, plan
     model chunks on a rank                Megatron                is refused: check_built_for
     which rank has which stage            FlagConfig.placement    is refused: check_built_for
     further heads, and their stage        the layout              is refused: check_built_for

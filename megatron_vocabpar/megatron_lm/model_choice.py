@@ -9,9 +9,8 @@ Next: ``first_costs.py`` and ``planning.py``, which choose the schedule.
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +25,9 @@ from megatron_vocabpar.pipeline.rules.options import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, ask, flags
 from megatron_vocabpar.plan.advice import placing_flags
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choices import played
+from megatron_vocabpar.plan.choices import choices_of
 from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import hardware_presets
-from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.pattern import layers_in, with_bars
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
 from megatron_vocabpar.plan.stock import layout_of
@@ -78,7 +76,7 @@ def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> t
     if placing and (config.layout or not layout):
         raise ValueError(f"{flags(placing)} places the layers; leave it out")
     chunks = model_chunks(args).numerator
-    both = list(_candidates(config, args, request.measured, request.job.p, chunks))
+    both = list(_left_open(config, args, request.measured, request.job.p, chunks))
     if not both:  # the rules say what the family needs
         return replace(config, layout=None), []
     names = [(method.name, family.name) for method, family in both]
@@ -89,14 +87,14 @@ def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> t
     even = [] if layers % stages else [(layers // stages,) * stages]
     segments = layout.partition("/")[0].split("|")
     given = tuple(len(layers_in(part)) for part in segments) if pattern else layers_of(layout)
-    here = _tried(request, both, lambda *_: [given] if layout else even)
+    as_given = _ranked(request, both, [given] if layout else even)
     wanted = not layout and (config.layout or prints)
-    by_hand = _tried(request, both, partial(layer_counts, request)) if wanted else []
-    tried = by_hand if config.layout else here
-    if not tried:
+    by_hand = _ranked(request, both) if wanted else []
+    ranked = by_hand if config.layout else as_given
+    if not ranked:
         raise ValueError(f"{layers} layers fit no schedule of {stages} stages")
-    lines = [_comparison(config.family, tried)] if len(both) > 1 else []
-    best = tried[0]
+    lines = [_comparison(config.family, ranked)] if len(both) > 1 else []
+    best = ranked[0]
     if config.layout:
         depths = request.model.mtp_depths
         placed = with_bars(pattern, best.layers) if pattern else layout_of(best.layers, depths)
@@ -135,7 +133,7 @@ def _as_arguments(given: Given) -> SimpleNamespace:
     )
 
 
-def _candidates(
+def _left_open(
     config: FlagConfig, args: Any, measured: PassCosts | None, p: int, chunks: int
 ) -> Iterator[tuple[Method, Family]]:
     """What the flags leave open, with the families that these model chunks allow."""
@@ -157,25 +155,22 @@ def _may_be_whole(config: FlagConfig, args: Any, measured: PassCosts | None) -> 
     return not ask(facts, WHOLE, OPTIONS)[IMPOSSIBLE] and (measured is None or bool(measured.last_rank_extra))
 
 
-def _tried(
+def _ranked(
     request: Request,
     both: Sequence[tuple[Method, Family]],
-    layouts: Callable[[Method, Family], Sequence[tuple[int, ...]]],
+    layouts: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Choice]:
-    """Those that can run, the fastest first."""
-    choices = []
-    for method, family in both:
-        try:
-            choices += [played(request, method, family, layers) for layers in layouts(method, family)]
-        except ValueError:  # stages that layers cannot fill, a cap that is too low
-            continue
-    return sorted(choices, key=lambda choice: choice.iteration_ms)
+    """Those that can run, by quick plays, the fastest first; by default with the layouts of each family."""
+    choices = [choice for each in both for choice in choices_of(request, *each, layouts=layouts)]
+    return sorted(
+        (choice for choice in choices if not choice.problem), key=lambda choice: choice.iteration_ms
+    )
 
 
-def _comparison(asked: str, tried: Sequence[Choice]) -> str:
+def _comparison(asked: str, ranked: Sequence[Choice]) -> str:
     """A line on each method in its fastest family."""
-    best, fastest = tried[0], {tried[0].method: tried[0]}
-    for choice in tried:
+    best, fastest = ranked[0], {ranked[0].method: ranked[0]}
+    for choice in ranked:
         fastest.setdefault(choice.method, choice)
     others = ", ".join(
         f"{choice.name} {choice.iteration_ms / best.iteration_ms - 1:+.1%}"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.megatron_lm import first_choice
-from megatron_vocabpar.megatron_lm.first_choice import decided
+from megatron_vocabpar.megatron_lm import model_choice
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import OVERLAP, config_from_argv
 from megatron_vocabpar.megatron_lm.layouts import layers_of
+from megatron_vocabpar.megatron_lm.model_choice import decided
 from tests.megatron_lm.training import pretrain, words
 from tests.support.launch_options import ENABLE
 from tests.support.megatron_parser import inside
@@ -135,7 +135,9 @@ def test_all_ranks_decide_alike_and_none_plays_for_a_line_that_it_does_not_print
     argv = f"{LLAMA} --vocab-size 128000 {flags}".split()
     config, _ = decided(config_from_argv(argv), argv, 4)
     plays: list[object] = []
-    play = first_choice.played
-    monkeypatch.setattr(first_choice, "played", lambda *each: plays.append(each) or play(*each))
+    play = model_choice.choices_of
+    monkeypatch.setattr(
+        model_choice, "choices_of", lambda *each, layouts: plays.append(each) or play(*each, layouts=layouts)
+    )
     assert decided(config_from_argv(argv), argv, 4, prints=False)[0] == config
     assert bool(plays) == ("auto" in flags)
