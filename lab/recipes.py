@@ -6,19 +6,21 @@ The first table is in ``docs/frameworks.md`` too.
 
 ``recipes.json`` has what each recipe sets, as ``tests/frameworks/read_recipes.py`` has read it. The verdict
 is that of ``frameworks/bridge.py``, which a run through Bridge asks too.
+
+``tests/megatron_lm/test_recipe_cases.py`` trains a shrunk model with each combination of flags that accepted
+recipes frequently set together, beside stock.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lab.combinations import table
 from megatron_vocabpar.frameworks.bridge import BRIDGE
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.layouts import model_chunks
@@ -72,6 +74,88 @@ class Recipe:
         return said_of(self.arguments, config, BRIDGE)[IMPOSSIBLE]
 
 
+FREQUENT = 5
+"""Recipes that make a combination frequent."""
+
+PRECISIONS = {"bf16": "bf16", "fp8cs": "tensorwise", "fp8sc": "blockwise", "fp8mx": "mxfp8", "nvfp4": "nvfp4"}
+"""Of the word in a recipe's name, the precision: in few bits the name of Megatron's recipe for it."""
+
+
+@dataclass(frozen=True, order=True)
+class Combination:
+    """Flags that reach the schedule or the vocabulary layers.
+
+    Attributes:
+        family: of our flags.
+        layout: ``even``, ``counted`` (the vocabulary layers count as layers) or ``by hand``.
+        feed_forward: ``dense``, or the dispatcher of the experts' tokens.
+        recomputed: modules, separated by spaces; empty without.
+        heads: for further tokens.
+        gathered: ``--overlap-param-gather``, with ``--overlap-grad-reduce``.
+        graphs: parts of layers in CUDA graphs of Transformer Engine, separated by spaces; empty without.
+        precision: a value of ``PRECISIONS``; empty for a combination of the others alone.
+    """
+
+    family: str
+    layout: str
+    feed_forward: str
+    recomputed: str
+    heads: int
+    gathered: bool
+    graphs: str
+    precision: str = ""
+
+    def __str__(self) -> str:
+        words = [self.family, f"layout {self.layout}", self.feed_forward]
+        words += [f"recompute {self.recomputed}"] if self.recomputed else []
+        words += [f"{self.heads} MTP head"] if self.heads else []
+        words += ["overlapped gather and reduce"] if self.gathered else []
+        words += [f"CUDA graphs of {self.graphs}"] if self.graphs else []
+        return ", ".join([*words, *([self.precision] if self.precision else [])])
+
+
+def combination(recipe: Recipe, with_precision: bool) -> Combination:
+    """What a recipe sets."""
+    settings = vars(recipe.arguments)
+    words = recipe.flags.split()
+    family = "1f1b" if model_chunks(recipe.arguments) == 1 else "interleaved"
+    if "--vocab-parallel-family" in words:
+        family = words[words.index("--vocab-parallel-family") + 1]
+    layout = "counted" if settings["account_for_embedding_in_pipeline_split"] else "even"
+    selective = settings["recompute_granularity"] == "selective"
+    precision = next(PRECISIONS[word] for word in recipe.name.split("_") if word in PRECISIONS)
+    return Combination(
+        family,
+        "by hand" if settings["pipeline_model_parallel_layout"] else layout,
+        settings["moe_token_dispatcher_type"] if settings["num_experts"] else "dense",
+        " ".join(settings["recompute_modules"]) if selective else settings["recompute_granularity"] or "",
+        settings["mtp_num_layers"] or 0,
+        bool(settings["overlap_param_gather"]),
+        " ".join(settings["cuda_graph_modules"] or ()),
+        precision if with_precision else "",
+    )
+
+
+def frequent(recipes: Sequence[Recipe]) -> list[tuple[Combination, int]]:
+    """Combinations of accepted recipes, without the precision and with it, and how many have them."""
+    accepted = [recipe for recipe in recipes if not recipe.problems]
+    counts = Counter(combination(recipe, each) for recipe in accepted for each in (False, True))
+    return [(found, count) for found, count in sorted(counts.items()) if count >= FREQUENT]
+
+
+def combinations_table(recipes: Sequence[Recipe]) -> Iterator[str]:
+    """The lines of the table of flags that are frequently set together."""
+    yield "| set together by five recipes or more | recipes | a case of the test |"
+    yield "| --- | --- | --- |"
+    for found, count in frequent(recipes):
+        shown = "yes"
+        if found.feed_forward == "flex":
+            shown += ", with `alltoall`: DeepEP and HybridEP are kernels"
+        if found.graphs:
+            shown += "; graphs over a stand-in"
+        yield f"| {found} | {count} | {shown} |"
+
+
 def recipes() -> tuple[str, list[Recipe]]:
     """The tag of Bridge and its recipes."""
     file = json.loads(_PATH.read_text("utf-8"))
@@ -118,7 +202,7 @@ def page() -> Iterator[str]:
     yield ""
     yield "What five or more accepted recipes set together, and whether test_recipe_cases.py trains with it:"
     yield ""
-    yield from table(read)
+    yield from combinations_table(read)
     yield ""
     yield "| recipe | verdict | `VOCAB_PARALLEL_FLAGS` |"
     yield "| --- | --- | --- |"

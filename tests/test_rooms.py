@@ -116,3 +116,27 @@ def test_mathematics_knows_no_schedule(room: str) -> None:
 def test_only_some_rooms_face_megatron() -> None:
     facing = {room for room in ROOMS if "megatron" in libraries_imported(room)}
     assert facing <= {"pipeline", "megatron_lm", "frameworks", "train", "measure", "losses"}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not for type checkers alone, either: who reads the one file would have to read the other first."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for folder in (PACKAGE, ROOT / "lab")
+        for path in folder.rglob("*.py")
+        if path != PACKAGE / "__init__.py"  # the public names, for type checkers
+    }
+    graph = {
+        module: {
+            part for name, _ in _imports_of(path) for part in (name, name.rpartition(".")[0]) if part in files
+        }
+        - {module, *_packages_of(module)}
+        for module, path in files.items()
+    }
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def _packages_of(module: str) -> Iterator[str]:
+    """The packages that a module is in: importing it imports them."""
+    words = module.split(".")
+    return (".".join(words[:end]) for end in range(1, len(words)))

@@ -23,7 +23,6 @@ from megatron_vocabpar.megatron_lm.bindings import (
     DetectedMegatron,
     Parameters,
     of_a_model,
-    recognise,
 )
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.import_hook import ImportHook
@@ -148,31 +147,6 @@ def installed() -> Patch | None:
         if mark is not None:
             return mark
     return None
-
-
-def apply(config: FlagConfig) -> Patch:
-    """Replace what ``config`` needs; a second call changes nothing.
-
-    Raises:
-        ValueError: if Megatron lacks a name or a parameter, naming it, or if a patch with another
-            configuration is in force.
-    """
-    present = installed()
-    if present is not None:
-        if present.config != config:
-            raise ValueError(f"already applied with {present.config}; undo that before applying {config}")
-        return present
-    from megatron_vocabpar.megatron_lm.replacements import replacement_for
-
-    patch = Patch(config, recognise(live_signature))
-    try:
-        for binding in BINDINGS:
-            if binding.is_needed(config) and is_here(binding, patch.version):
-                patch.replace(binding, replacement_for(binding, original_of(binding), config))
-    except BaseException:
-        patch.undo()
-        raise
-    return patch
 
 
 def live_signature(module: str, name: str) -> Parameters | None:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_vocabpar.megatron_lm.bindings import Binding
+from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, recognise
 from megatron_vocabpar.megatron_lm.buckets import wrapped_in_buckets
 from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
 from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place, place_layers
-from megatron_vocabpar.megatron_lm.patch import installed
+from megatron_vocabpar.megatron_lm.patch import Patch, installed, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, not_run
 from megatron_vocabpar.megatron_lm.rules.check import check
@@ -40,6 +40,29 @@ from megatron_vocabpar.schedule.make.families import families
 _TIED = "share_embeddings_and_output_weights"
 _NOT_RUN = "vocab_parallel_not_run"
 """An attribute of parsed arguments, until they are checked: sentences on what nobody has read or run."""
+
+
+def apply(config: FlagConfig) -> Patch:
+    """Replace what ``config`` needs; a second call changes nothing.
+
+    Raises:
+        ValueError: if Megatron lacks a name or a parameter, naming it, or if a patch with another
+            configuration is in force.
+    """
+    present = installed()
+    if present is not None:
+        if present.config != config:
+            raise ValueError(f"already applied with {present.config}; undo that before applying {config}")
+        return present
+    patch = Patch(config, recognise(live_signature))
+    try:
+        for binding in BINDINGS:
+            if binding.is_needed(config) and is_here(binding, patch.version):
+                patch.replace(binding, replacement_for(binding, original_of(binding), config))
+    except BaseException:
+        patch.undo()
+        raise
+    return patch
 
 
 def replacement_for(binding: Binding, original: Any, config: FlagConfig) -> Any:

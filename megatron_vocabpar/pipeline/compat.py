@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, process_groups_config
@@ -27,10 +27,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.options import METRICS
-
-if TYPE_CHECKING:
-    from megatron_vocabpar.pipeline.iteration import Call
 
 _BACKWARD_PARAMETERS = tuple(inspect.signature(schedules.backward_step).parameters)
 _GROUPS: Any = getattr(process_groups_config, "ProcessGroupCollection", None) or getattr(

@@ -25,11 +25,12 @@ from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.graphs import layer_graphs
 from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
 from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of, runs_layer_plans
-from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
+from megatron_vocabpar.pipeline.iteration import Iteration, Rank
 from megatron_vocabpar.pipeline.layer_hooks import watched_layers
 from megatron_vocabpar.pipeline.model.built_for import check_built_for
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions

@@ -9,20 +9,19 @@ Next: ``handlers/``, whose classes' methods are the handlers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.pipeline import heads
+from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
-from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall
+from megatron_vocabpar.pipeline.recording import ModelCall
 from megatron_vocabpar.runtime.between_layers import BetweenLayers
 from megatron_vocabpar.runtime.buffers import Buffers, Slot
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, broadcast
@@ -74,29 +73,6 @@ class Rank:
         last_backward = self.is_last and not (type_ is CommType.CG and self.has_loss)
         runs_here = {PassType.L: self.has_loss, PassType.B: last_backward}
         return sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """The arguments of one forward-backward call that handlers need.
-
-    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length;
-    ``teacher`` gives what a teacher says of a microbatch, in a distillation; ``keep_top`` gets a microbatch's
-    number and its ``top_logprobs``.
-    """
-
-    forward_step_func: ForwardStep
-    data_iterators: Sequence[Iterator[Any] | None]
-    chunks: Sequence[torch.nn.Module]
-    config: Any
-    num_microbatches: int
-    fixed_shape: tuple[int, int, int]
-    cp_group_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_microbatch_flag: bool
-    teacher: Callable[[int], Teacher] | None = None
-    keep_top: Callable[[int, TopLogprobs], None] | None = None
 
 
 @dataclass

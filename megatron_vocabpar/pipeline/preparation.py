@@ -10,8 +10,9 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import heads
+from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.gradients import GradientSync, Writer
-from megatron_vocabpar.pipeline.iteration import Call, Iteration, Rank
+from megatron_vocabpar.pipeline.iteration import Iteration, Rank
 from megatron_vocabpar.pipeline.microbatches import DROPPED, IGNORED, Batches, share_microbatches
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.recording import ModelCall, record_calls

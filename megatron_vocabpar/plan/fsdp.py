@@ -4,7 +4,7 @@ A layer's weights come from the host and are gathered before its F and again bef
 reduced and goes back, in 16 bits. Layers run again in B. Computation and transfers hide each other wholly, so
 the time is a bound: no run was compared with it.
 
-Next: ``search_tables.py``.
+Next: ``configuration_tables.py``.
 """
 
 from __future__ import annotations

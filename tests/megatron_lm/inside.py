@@ -24,7 +24,8 @@ import typing_extensions
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, recognise
 from megatron_vocabpar.megatron_lm.flags import FLAGS, config_from_argv
 from megatron_vocabpar.megatron_lm.model_choice import decided
-from megatron_vocabpar.megatron_lm.patch import apply, installed, live_signature
+from megatron_vocabpar.megatron_lm.patch import installed, live_signature
+from megatron_vocabpar.megatron_lm.replacements import apply
 from megatron_vocabpar.megatron_lm.rules.arguments import declared
 
 if not hasattr(typing, "override"):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.combinations import Combination, frequent
-from lab.recipes import recipes
+from lab.recipes import Combination, frequent, recipes
 from tests.megatron_lm.training import is_since, words
 from tests.support.engine_models import Record, compare, train, weights
 from tests.support.launch_options import DISTRIBUTED, FROM_WEIGHTS, LATENT, LLAMA, REUSED

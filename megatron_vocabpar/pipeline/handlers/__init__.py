@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.handlers.input_layer import InputLayer
 from megatron_vocabpar.pipeline.handlers.planned_stages import PlannedStages
 from megatron_vocabpar.pipeline.handlers.stages import Stages
 from megatron_vocabpar.pipeline.handlers.transfers import Transfers
-from megatron_vocabpar.pipeline.iteration import Call, Iteration
+from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
