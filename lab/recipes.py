@@ -47,7 +47,7 @@ class Recipe:
     Attributes:
         name: of its function, without ``_config``.
         arguments: what it sets, by the names of Megatron's arguments.
-        unread: fields that nobody has read.
+        unread: fields that have not been read.
         bridge_says: why Bridge's own check refuses its recipe; None if it does not.
     """
 

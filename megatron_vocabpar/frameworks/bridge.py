@@ -87,7 +87,7 @@ BRIDGE = (
     Rule(
         "model: HybridModelProvider outside Bridge's own training",
         lambda f: f.pattern and not f.has("ckpt_format"),  # of a container's section
-        "nobody has trained such a model with verl",
+        "such a model has not been trained with verl",
         "train without vocabulary parallelism",
         UNTESTED,
     ),
@@ -135,7 +135,7 @@ def as_arguments(container: Any) -> SimpleNamespace:
 
 
 def unread_in(container: Any) -> Iterator[str]:
-    """Fields of the model, its buffers and the optimizer that a user changed and that nobody has read."""
+    """Fields of the model, its buffers and the optimizer that a user changed and that have not been read."""
     own = () if _is_plain(type(container.model)) else ("model",)
     for section in {"optimizer", "ddp", "model"}.difference(own):
         config = getattr(container, section, None)

@@ -41,7 +41,7 @@ def unread(
     read: frozenset[str],
     names: Mapping[str, str] = _SAME,
 ) -> Iterator[str]:
-    """Fields of ``config`` that a user changed and that nobody has read, each with its value.
+    """Fields of ``config`` that a user changed and that have not been read, each with its value.
 
     Args:
         read: fields that no argument of Megatron has, and that were read.

@@ -17,7 +17,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "main")
 """Versions of megatron-core, oldest first; ``main`` is the development branch after the last.
 
-Somebody has read the functions of ``SIGNATURES`` in each. One that is not here runs with a warning. To add
+The functions of ``SIGNATURES`` have been read in each. One that is not here runs with a warning. To add
 it, put its name before ``main``, and give each function whose parameters are new a row from it on.
 """
 
@@ -350,7 +350,7 @@ def versions_with(key: tuple[str, str], parameters: Parameters) -> tuple[str, ..
 
 
 class DetectedMegatron(NamedTuple):
-    """A Megatron: its version, and a sentence on what nobody has read of it; empty if everything is known."""
+    """A Megatron: its version, and a sentence on what has not been read of it, empty without."""
 
     version: str
     unread: str = ""
@@ -396,7 +396,7 @@ def recognise(
     what = "; ".join(changed) or "signatures of several versions beside each other"
     return DetectedMegatron(
         "unknown",
-        f"this version of Megatron: nobody has read {what}; use one of {', '.join(VERSIONS)}",
+        f"this version of Megatron: {what}, which has not been read; use one of {', '.join(VERSIONS)}",
     )
 
 

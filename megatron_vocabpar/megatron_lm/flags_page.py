@@ -33,7 +33,7 @@ def flags_table() -> Iterator[str]:
 
 
 def warnings_table() -> Iterator[str]:
-    """The lines of the table of what nobody has run; options of ours are in the table of flags."""
+    """The lines of the table of what has not been run; options of ours are in the table of flags."""
     yield from ("| asked for | why, and what to do |", "| --- | --- |")
     for rule in (rule for table in RULES for rule in table if rule.level == UNTESTED):
         yield f"| {_shown(rule.asked)} | {_shown(rule.why)}; {_shown(rule.do)} |"

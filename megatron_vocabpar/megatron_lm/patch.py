@@ -38,7 +38,7 @@ class Patch:
     Attributes:
         config: the flags' configuration.
         version: of Megatron, by its signatures.
-        unread: a sentence on what nobody has read of it; empty if everything is known.
+        unread: a sentence on what has not been read of it; empty if everything is known.
     """
 
     def __init__(self, config: FlagConfig, found: DetectedMegatron) -> None:

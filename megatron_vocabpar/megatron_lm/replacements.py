@@ -39,7 +39,7 @@ from megatron_vocabpar.schedule.make.families import families
 
 _TIED = "share_embeddings_and_output_weights"
 _NOT_RUN = "vocab_parallel_not_run"
-"""An attribute of parsed arguments, until they are checked: sentences on what nobody has read or run."""
+"""An attribute of parsed arguments, until they are checked: sentences on what has not been read or run."""
 
 
 def apply(config: FlagConfig) -> Patch:

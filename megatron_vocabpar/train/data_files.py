@@ -43,7 +43,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     if chosen := environment.get("VOCABPAR_CACHE"):
         return Path(chosen).expanduser().absolute()
     base = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the home folder is not known
         folder = Path(base).expanduser() / "vocabpar"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

@@ -71,7 +71,7 @@ def run_method(folder: str) -> None:
     device = default_device(job.device, int(os.environ["LOCAL_RANK"]), shared=job.share_gpus)
     dist.init_process_group(backend(device))
     _train(job, device)
-    # Not after a failure: it waits for collectives that peers will not join, and nobody would learn why.
+    # Not after a failure: it waits for collectives that peers will not join, and would hide the error.
     dist.destroy_process_group()
 
 

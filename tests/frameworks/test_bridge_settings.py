@@ -152,15 +152,15 @@ def test_adapters_go_with_weight_gradients_in_b(capsys: pytest.CaptureFixture[st
     assert "  peft other than LoRA: other adapters have not been read" in capsys.readouterr().out
 
 
-def test_a_changed_field_that_nobody_has_read_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_field_that_has_not_been_read_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(unread_in(container())) == []
     assert list(unread_in(container(ddp=Buffers(grad_reduce_in_fp32=True)))) == []
     changed = container(GPTModelProvider(of_tomorrow=[1]))
     assert list(unread_in(changed)) == ["model.of_tomorrow [1]"]
     Checks(CONFIG).updating(lambda _: None)(changed)
-    assert "  model.of_tomorrow [1]: nobody has read" in capsys.readouterr().out
+    assert "  model.of_tomorrow [1]: its effect" in capsys.readouterr().out
     strict = config_from({"VOCAB_PARALLEL_FLAGS": "--vocab-parallel-strict"})
-    with pytest.raises(ValueError, match=r"model.of_tomorrow \[1\]: nobody has read"):
+    with pytest.raises(ValueError, match=r"model.of_tomorrow \[1\]: its effect"):
         Checks(strict).updating(lambda _: None)(changed)
 
 
@@ -174,7 +174,7 @@ def test_a_provider_without_a_container_is_checked_with_its_adapter(
     adapt = checks.adapting(lambda peft, **_: peft)
     model = GPTModelProvider(of_tomorrow=[1])
     provide(model, ddp_config=Buffers(), bf16=True)
-    assert "  model.of_tomorrow [1]: nobody has read" in capsys.readouterr().out
+    assert "  model.of_tomorrow [1]: its effect" in capsys.readouterr().out
     adapt(LoRA(), training=True)
     wrong = GPTModelProvider(virtual_pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match="peft: --vocab-parallel-family zb-h1") as error:
@@ -183,7 +183,7 @@ def test_a_provider_without_a_container_is_checked_with_its_adapter(
     provide(GPTModelProvider())  # its next model has none
     assert capsys.readouterr().out == ""
     provide(HybridModelProvider())
-    assert "  model: HybridModelProvider outside Bridge's own training: nobody" in capsys.readouterr().out
+    assert "  model: HybridModelProvider outside Bridge's own training: such" in capsys.readouterr().out
     assert len(made) == 3
     checks.updating(lambda _: None)(container(model))
     capsys.readouterr()

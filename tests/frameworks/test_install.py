@@ -176,7 +176,7 @@ def test_other_models_run_stocks_function() -> None:
     assert run(stock, model=[torch.nn.Linear(1, 1)], num_microbatches=3) == ["stock's", 3]
 
 
-def test_a_release_that_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_has_not_been_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = install(config_from({}))
     try:
         monkeypatch.setitem(sys.modules, "slime", types.ModuleType("slime"))
@@ -219,12 +219,10 @@ def test_verls_plugin_waits_to_be_asked_and_fails_aloud(flags: str | None, expec
     assert (done.returncode, expected in done.stderr) == (code, True), done.stderr
 
 
-def test_a_megatron_that_nobody_has_read_is_a_warning_and_strictly_an_error(
+def test_a_megatron_that_has_not_been_read_is_a_warning_and_strictly_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tomorrow = DetectedMegatron(
-        "unknown", "this version of Megatron: nobody has read GPTModel.forward with news"
-    )
+    tomorrow = DetectedMegatron("unknown", "this version of Megatron: GPTModel.forward with news")
     monkeypatch.setattr(installing, "recognise", lambda *_, **__: tomorrow)
     with pytest.warns(UserWarning, match="not run with this version of Megatron: .* with news"):
         install(config_from({})).undo()

@@ -65,7 +65,7 @@ def test_the_checkout_has_no_argument_without_a_row() -> None:
 
 
 def _megatrons(provider: Any, ignore_unknown_args: bool) -> Any:
-    """As Megatron's ``parse_args``, of a version with an argument that nobody has read."""
+    """As Megatron's ``parse_args``, of a version with an argument that has not been read."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden-size", type=int)
     parser.add_argument("--fresh-idea", type=int, default="3")
@@ -88,7 +88,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, argv: str, config: FlagConfig) -> Any
 
 
 OURS = FlagConfig(enabled=True, method="vocab-2")
-FRESH = "--fresh-idea 4: nobody has read what it does to partitioned vocabulary layers; leave it out"
+FRESH = "--fresh-idea 4: its effect on partitioned vocabulary layers is not known; leave it out"
 
 
 def test_an_argument_without_a_row_is_a_warning_and_strictly_an_error(
@@ -98,10 +98,10 @@ def test_an_argument_without_a_row_is_a_warning_and_strictly_an_error(
     args = parse(monkeypatch, argv, OURS)
     assert "not_run" not in " ".join(vars(args))
     printed = capsys.readouterr().out
-    assert printed.count("nobody has run this with partitioned vocabulary layers:") == 1
+    assert printed.count("not tested with partitioned vocabulary layers:") == 1
     *_, one, two, three = printed.splitlines()
     assert one == f"  {FRESH}"
-    assert two.startswith("  --no-fresh-trick False: nobody has read")
+    assert two.startswith("  --no-fresh-trick False: its effect")
     assert three.startswith(f"  --batch-invariant-mode: {REVIEW_OF['batch_invariant_mode'].reason}")
     with pytest.raises(ValueError, match="refuses these flags") as error:
         parse(monkeypatch, argv, replace(OURS, strict=True))
@@ -112,10 +112,10 @@ def test_an_argument_without_a_row_is_a_warning_and_strictly_an_error(
         assert parse(monkeypatch, argv, redis)
 
 
-def test_a_megatron_that_nobody_has_read_is_in_the_warning(
+def test_a_megatron_that_has_not_been_read_is_in_the_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unread = "this version of Megatron, in which nobody has read backward_step"
+    unread = "this version of Megatron: backward_step, which has not been read"
     monkeypatch.setattr(replacements, "installed", lambda: SimpleNamespace(unread=unread))
     parse(monkeypatch, "--fresh-idea 4", OURS)
     assert capsys.readouterr().out.splitlines()[-2:] == [f"  {unread}", f"  {FRESH}"]
@@ -127,7 +127,7 @@ def test_defaults_and_what_the_script_adds_pass(
     args = parse(monkeypatch, "--hidden-size 8 --fresh-idea 3 --of-the-script 2", replace(OURS, strict=True))
     assert (args.fresh_idea, args.fresh_trick, args.of_the_script) == (3, True, 2)
     assert args.enable_vocab_parallel
-    assert "nobody" not in capsys.readouterr().out
+    assert "not tested" not in capsys.readouterr().out
 
 
 def test_what_was_not_run_has_a_reason() -> None:

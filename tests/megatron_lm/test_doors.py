@@ -388,13 +388,15 @@ def test_rows_of_signatures_are_in_the_order_of_versions() -> None:
         assert len(set(rows.values())) == len(rows)
 
 
-def test_a_megatron_of_tomorrow_is_known_by_what_nobody_has_read() -> None:
+def test_a_megatron_of_tomorrow_is_known_by_what_has_not_been_read() -> None:
     known: dict[tuple[str, str], Any] = dict(_signatures_of("main"))
     key = (bindings.BINDINGS[0].module, "backward_step")
     known[key] = (*known[key], "something_new")
     version, unread = recognise(lambda module, name: known[module, name])
     assert version == "unknown"
-    assert re.search(r"nobody has read \S+backward_step with something_new; use one of 0\.14", unread)
+    assert re.search(
+        r": \S+backward_step with something_new, which has not been read; use one of 0\.14", unread
+    )
     known[key] = ("input_tensor", "something_new")
     with pytest.raises(ValueError, match="backward_step lacks config, output_tensor"):
         recognise(lambda module, name: known[module, name])

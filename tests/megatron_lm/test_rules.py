@@ -103,17 +103,17 @@ def test_what_is_only_a_warning_was_chosen() -> None:
     assert {shown(rule.asked, SimpleNamespace(), "…") for rule in RULES if rule.level == UNTESTED} == NOT_RUN
 
 
-def test_what_nobody_has_run_is_one_warning_and_strictly_an_error() -> None:
+def test_what_has_not_been_run_is_one_warning_and_strictly_an_error() -> None:
     args = SimpleNamespace(**PLAIN, check_for_spiky_loss=True, optimizer_cuda_graph=True)
-    warning = check(args, config_of(), ["--fresh-idea 4: nobody has read it"])
-    assert warning.startswith("> --enable-vocab-parallel: nobody has run this")
+    warning = check(args, config_of(), ["--fresh-idea 4: it is not known"])
+    assert warning.startswith("> --enable-vocab-parallel: not tested")
     assert [line.split(":")[0].strip() for line in warning.splitlines()[1:]] == [
         "--fresh-idea 4",
         "--optimizer-cuda-graph",
         "--check-for-spiky-loss",
     ]
     with pytest.raises(ValueError, match=r"refuses these flags:\n  --fresh-idea 4"):
-        check(args, config_of(strict=True), ["--fresh-idea 4: nobody has read it"])
+        check(args, config_of(strict=True), ["--fresh-idea 4: it is not known"])
     args.inprocess_restart = True
     with pytest.raises(ValueError, match="--inprocess-restart") as error:
         check(args, config_of())

@@ -1,4 +1,4 @@
-"""Megatron's arguments: each that somebody has read has a row in ``data/arguments.txt``.
+"""Megatron's arguments: those that have been read have a row in ``data/arguments.txt``.
 
 An argument without a row comes from a Megatron that is newer than the table. At its default it passes; where
 it is set, the warning names it, as it does those that were read and not run. What the training script itself
@@ -21,7 +21,7 @@ RULED: Verdict = "ruled"
 NOT_RUN: Verdict = "not run"
 CANNOT_MATTER: Verdict = "cannot matter"
 _VERDICTS: Mapping[str, Verdict] = {verdict: verdict for verdict in (WORKS, RULED, NOT_RUN, CANNOT_MATTER)}
-UNREAD = "nobody has read what it does to partitioned vocabulary layers; leave it out"
+UNREAD = "its effect on partitioned vocabulary layers is not known; leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Review:
     Attributes:
         verdict: ``works``, as a run beside stock has shown; ``ruled``, if a rule looks at it; ``cannot
             matter`` to embedding, output layer, loss, batch, gradients or checkpoint; ``not run``, if it may
-            matter and nobody has tried.
+            matter and has not been tried.
         reason: of what was not run, what it would touch; else empty.
         arguments: their names in Megatron's parsed arguments.
     """
@@ -82,7 +82,7 @@ def declared(parser: argparse.ArgumentParser) -> dict[str, Declared]:
 
 
 def not_run(arguments: Mapping[str, Declared], args: Any) -> Iterator[str]:
-    """A sentence for each argument of Megatron's that a user set and that nobody has read or run."""
+    """A sentence for each argument of Megatron's that a user set and that has not been read or run."""
     for name, each in arguments.items():
         value = getattr(args, name, each.default)
         if value != each.default:

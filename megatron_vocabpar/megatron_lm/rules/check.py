@@ -76,7 +76,7 @@ def check(
     """Check everything that depends on several flags, before process groups start.
 
     Args:
-        unread: what else nobody has read or run, a sentence each.
+        unread: sentences on what else has not been read or run.
         title: of the door.
         more: rules of its own.
 
@@ -93,4 +93,4 @@ def check(
         raise ValueError(f"{title} refuses these flags:\n  " + "\n  ".join(refused))
     if not untested:
         return ""
-    return f"> {title}: nobody has run this with partitioned vocabulary layers:\n  " + "\n  ".join(untested)
+    return f"> {title}: not tested with partitioned vocabulary layers:\n  " + "\n  ".join(untested)

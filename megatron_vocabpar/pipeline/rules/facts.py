@@ -173,7 +173,7 @@ class Facts(Settings):
 
     Attributes:
         options: of the vocabulary layers.
-        method: how they are computed; None where nobody has said it yet.
+        method: how they are computed; None where it is not known yet.
         spell: how the door that asks writes an option.
         family: the family of schedules, as asked for, also ``search`` and ``auto``; empty if unknown.
         p: stages of the pipeline.

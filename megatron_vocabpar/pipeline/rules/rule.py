@@ -1,8 +1,8 @@
 """``Rule``, a row: what is refused or warned of, why, and what to do; and ``ask``, which reads rows.
 
 A row is ``impossible`` if numbers would be wrong, or the job would hang or end by itself later: it ends the
-job at once, with one sentence. It is ``untested`` if nobody has run it: the job goes on, and one warning
-lists all such rows. An argument of Megatron's that nobody has read is untested too: most of tomorrow's are
+job at once, with one sentence. It is ``untested`` if it has not been run: the job goes on, and one warning
+lists all such rows. An argument of Megatron's that has not been read is untested too: most of tomorrow's are
 harmless.
 
 Standard library only. Next: ``facts.py``.
