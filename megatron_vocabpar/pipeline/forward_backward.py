@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,13 +43,12 @@ from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.pipeline.split_w.weight_gradients import weight_gradients_of
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
-from megatron_vocabpar.runtime.streams import named_range, send_waiter, side_stream
+from megatron_vocabpar.runtime.streams import named_range, profiled, send_waiter, side_stream
 from megatron_vocabpar.runtime.timeline import COLLECTIVES, Timeline
 from megatron_vocabpar.schedule.make.generate import make_plan as generate_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import method_named
-from megatron_vocabpar.schedule.words.passes import Instruction
 from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, Schedule
 
 
@@ -75,7 +74,7 @@ class Listeners:
     """Who hears what happens in an iteration.
 
     Attributes:
-        observers: context managers around every instruction, in addition to a profiler's range.
+        observers: context managers around every instruction, in addition to the range that a profiler sees.
         timeline: records when each instruction runs, while it is started.
         not_finite: called with a line on the loss function's rank if a loss of a partitioned output layer is
             not finite; None: nobody looks.
@@ -134,8 +133,7 @@ class ForwardBackward:
         costs = PassCosts.default(groups.pipeline, mtp_depths)
         self._make_plan = make_plan or partial(generate_plan, self.method, groups.pipeline, costs=costs)
         self._timeline = timeline = listeners.timeline
-        named: Observer = partial(_profiler_range, device)
-        self._observers = (*listeners.observers, named, *([timeline.observe] if timeline else []))
+        self._observers = listeners.observers
         self._side_stream = side_stream(device, COLLECTIVES)
         if timeline is not None:
             self._side_stream = timeline.watch(self._side_stream, COLLECTIVES)
@@ -294,8 +292,8 @@ class ForwardBackward:
             program = plan.program[rank.pipeline_rank]
             try:
                 with torch.set_grad_enabled(not call.forward_only), self._watched(iteration, late):
-                    observers = (*self._observers, iteration.microbatches.freed_after(program))
-                    execute(dist.get_rank(), program, handlers, observers, late, iteration.between)
+                    ended, number = iteration.microbatches.freed_after(program), dist.get_rank()
+                    execute(number, program, handlers, self._watching(), late, iteration.between, ended)
                     finish()
             except BaseException:
                 iteration.gradients.abandon()
@@ -317,6 +315,16 @@ class ForwardBackward:
         with watched_layers(chunks, stages, iteration.between):
             yield
 
+    def _watching(self) -> Sequence[Observer]:
+        """The observers of this call: a profiler's range and the timeline cost more than a small pass."""
+        profiler: list[Observer] = [lambda item: named_range(str(item))] if profiled(self.device) else []
+        return (*self._observers, *profiler, *([self._recording.observe] if self._recording else []))
+
+    @property
+    def _recording(self) -> Timeline | None:
+        """The timeline, if it records this call."""
+        return self._timeline if self._timeline is not None and self._timeline.recording else None
+
     def _rank(self, schedule: Schedule, options: VocabOptions) -> Rank:
         return Rank(
             method=schedule.method,
@@ -325,7 +333,7 @@ class ForwardBackward:
             device=self.device,
             side_stream=self._side_stream,
             point_to_point=self._point_to_point,
-            waiting=self._timeline.waiting if self._timeline else contextlib.nullcontext,
+            waiting=self._recording.waiting if self._recording else contextlib.nullcontext,
             output_options=options,
             not_finite=self._not_finite,
         )
@@ -339,7 +347,3 @@ def _timed(config: Any) -> Iterator[None]:
     yield
     if config.timers is not None:
         config.timers("forward-backward").stop()
-
-
-def _profiler_range(device: torch.device, instruction: Instruction) -> AbstractContextManager[object]:
-    return named_range(device, str(instruction))

@@ -8,7 +8,6 @@ Before an iteration both run ``forward_step`` for every microbatch with a stand-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -169,20 +168,18 @@ class Microbatches(dict[int, Microbatch]):
         self[i] = planned = self._plan(i)
         return planned
 
-    def freed_after(
-        self, program: Sequence[Instruction]
-    ) -> Callable[[Instruction], AbstractContextManager[None]]:
-        """An observer of this rank's instructions: after the last one of a microbatch its plan is free."""
+    def freed_after(self, program: Sequence[Instruction]) -> Callable[[Instruction], None]:
+        """What is to be called after each of this rank's instructions: it frees plans behind their last."""
         last = {part.microbatch: instruction for instruction in program for part in parts_of(instruction)}
+        freed: dict[Instruction, list[int]] = {}
+        for microbatch, instruction in last.items():
+            freed.setdefault(instruction, []).append(microbatch)
 
-        @contextmanager
-        def observe(instruction: Instruction) -> Iterator[None]:
-            yield
-            for part in parts_of(instruction):
-                if last[part.microbatch] == instruction:
-                    self.pop(part.microbatch, None)
+        def free(instruction: Instruction) -> None:
+            for microbatch in freed.get(instruction, ()):
+                self.pop(microbatch, None)
 
-        return observe
+        return free
 
     def _plan(self, i: int) -> Microbatch:
         """What ``plan_input`` and ``owned_targets`` find, in numpy: torch takes five times as long."""

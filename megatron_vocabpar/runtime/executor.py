@@ -1,7 +1,7 @@
 """Running a schedule is a loop and a table of handlers.
 
 1. Take the next instruction of this rank.
-2. Tell the observers which one it is (progress record, profiler range, timeline).
+2. Tell the observers which one it is (profiler range, timeline).
 3. Call its handler. What the schedule launches inside a pass runs the same way, within the pass.
 4. If that fails, say on which rank, in which pass, of which microbatch.
 
@@ -43,6 +43,7 @@ def execute(
     observers: Sequence[Observer] = (),
     late: Late = NONE_LATE,
     between: BetweenLayers | None = None,
+    ended: Callable[[Instruction], None] | None = None,
 ) -> None:
     """Run one rank's instructions in order.
 
@@ -54,6 +55,7 @@ def execute(
         late: what is launched inside the pass behind it; before the pass, where ``between`` does not know
             the pass's layers.
         between: launches inside passes.
+        ended: called after each instruction, outside the observers.
 
     Raises:
         InstructionError: if a handler raises.
@@ -61,15 +63,23 @@ def execute(
     between = between or BetweenLayers()
 
     def run(instruction: Instruction) -> None:
-        with ExitStack() as stack:
-            for observer in observers:
-                stack.enter_context(observer(instruction))
-            try:
-                handlers[instruction.type](instruction)
-            except InstructionError:
-                raise  # of what was launched inside it
-            except Exception as cause:
-                raise InstructionError(rank, instruction, cause) from cause
+        if observers:
+            with ExitStack() as stack:
+                for observer in observers:
+                    stack.enter_context(observer(instruction))
+                handle(instruction)
+        else:
+            handle(instruction)
+        if ended is not None:
+            ended(instruction)
+
+    def handle(instruction: Instruction) -> None:
+        try:
+            handlers[instruction.type](instruction)
+        except InstructionError:
+            raise  # of what was launched inside it
+        except Exception as cause:
+            raise InstructionError(rank, instruction, cause) from cause
 
     for instruction, inside in split_late(instructions, late):
         if not between.knows(instruction):

@@ -233,11 +233,21 @@ def _recorded_event() -> torch.cuda.Event:
     return event
 
 
-def named_range(device: torch.device, name: str) -> AbstractContextManager[Any]:
-    """A range that profilers show under ``name`` (NVTX on a GPU, torch's profiler on the CPU)."""
-    if device.type == "cuda":
-        return torch.cuda.nvtx.range(name)
-    return torch.profiler.record_function(name)
+def profiled(device: torch.device) -> bool:
+    """Whether somebody sees ``named_range``: torch's profiler, or on a GPU a tool of Nsight."""
+    return torch.autograd._profiler_enabled() or (
+        device.type == "cuda" and not _NSIGHT.isdisjoint(os.environ)
+    )
+
+
+_NSIGHT = {"NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"}  # with which its tools start a program
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """A range that shows under ``name`` in torch's profiler if it runs, else in Nsight's tools (NVTX)."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return torch.cuda.nvtx.range(name)
 
 
 def peak_memory_mib(device: torch.device) -> float:

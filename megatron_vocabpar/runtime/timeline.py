@@ -77,6 +77,10 @@ class Timeline:
         self._recording = False
         return [Span(n, kind, lane, a(), b()) for n, kind, lane, a, b in self._spans]
 
+    @property
+    def recording(self) -> bool:
+        return self._recording
+
     @contextmanager
     def observe(self, instruction: Instruction) -> Iterator[None]:
         """Around an instruction, perhaps a launch inside another: an observer for the executor."""

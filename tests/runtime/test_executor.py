@@ -29,8 +29,12 @@ def test_runs_in_order_inside_the_observers() -> None:
         PassType.F: lambda i: seen.append(f"run {i}"),
         CommType.SEND_F: lambda i: seen.append(f"run {i}"),
     }
-    execute(0, program("0F0 0SEND_F0"), handlers, [observer])
-    assert seen == ["<0F0", "run 0F0", "0F0>", "<0SEND_F0", "run 0SEND_F0", "0SEND_F0>"]
+    ended = [f"end {i}" for i in ("0F0", "0SEND_F0")]
+    execute(0, program("0F0 0SEND_F0"), handlers, [observer], ended=lambda i: seen.append(f"end {i}"))
+    assert seen == ["<0F0", "run 0F0", "0F0>", ended[0], "<0SEND_F0", "run 0SEND_F0", "0SEND_F0>", ended[1]]
+    seen.clear()
+    execute(0, program("0F0 0SEND_F0"), handlers)
+    assert seen == ["run 0F0", "run 0SEND_F0"]
 
 
 def test_failure_names_rank_pass_and_microbatch() -> None:

@@ -20,7 +20,9 @@ from megatron_vocabpar.runtime.streams import (
     CudaStream,
     communicator_options,
     limits_channels,
+    named_range,
     peak_memory_mib,
+    profiled,
     side_stream,
 )
 from tests.spawn import run_ranks
@@ -147,6 +149,22 @@ def test_cuda_events_are_used_again_when_nobody_waits_for_them_any_more() -> Non
             under_way.append(stream.submit(lambda: None))
             under_way.pop(0).wait()
     assert len(made) == 1 + 4
+
+
+def test_ranges_are_for_a_profiler_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    for tool in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"):
+        monkeypatch.delenv(tool, raising=False)
+    assert not profiled(CPU)
+    assert not profiled(cuda)
+    with torch.profiler.profile() as profile:
+        assert profiled(CPU)
+        with named_range("a range"):
+            torch.ones(1)
+    assert "a range" in {event.name for event in profile.events()}
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    assert profiled(cuda)
+    assert not profiled(CPU)
 
 
 def _peaks(_: int) -> tuple[float, float, float]:

@@ -70,6 +70,6 @@ def hearing() -> Iterator[Heard]:
     with (
         mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", start_and_keep),
         mock.patch.object(compat, "report_gradient", report_and_keep),
-        mock.patch.object(forward_backward, "named_range", named_range),
+        mock.patch.multiple(forward_backward, named_range=named_range, profiled=lambda _: True),
     ):
         yield heard
