@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
 from megatron_vocabpar.pipeline.rules.model import CALLS, TEACHERS, TRAINING, WHOLE
 from megatron_vocabpar.pipeline.rules.options import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import require
-from megatron_vocabpar.pipeline.split_w.weight_gradients import weight_gradients_of
+from megatron_vocabpar.pipeline.split_w.weight_gradients import ChunkLayers, weight_gradients_of
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up
 from megatron_vocabpar.runtime.executor import Observer, execute
 from megatron_vocabpar.runtime.streams import named_range, profiled, send_waiter, side_stream
@@ -141,6 +142,7 @@ class ForwardBackward:
         self._point_to_point = PointToPoint(groups, self._send_waiter)
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
+        self._layers: WeakKeyDictionary[torch.nn.Module, ChunkLayers] = WeakKeyDictionary()
         self._graphs = LayerGraphs()
         self._engine_graphs = EngineGraphs()
 
@@ -283,7 +285,11 @@ class ForwardBackward:
         check_built_for(schedule, chunks, self.groups.stage, call.config)
         model_with_shards = chunk_with_shards(self.method, chunks)
         planned = runs_layer_plans(call)
-        with weight_gradients_of(chunks, splits_w=schedule.splits_w, planned=planned) as weight_gradients:
+        for chunk in chunks:
+            if chunk not in self._layers:
+                self._layers[chunk] = ChunkLayers.of(chunk)
+        layers, splits_w = [self._layers[chunk] for chunk in chunks], schedule.splits_w
+        with weight_gradients_of(chunks, layers, splits_w=splits_w, planned=planned) as weight_gradients:
             rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)

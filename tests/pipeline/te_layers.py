@@ -153,12 +153,14 @@ def _train(case: Case, model: _Model, config: Any, inputs: list[Tensor]) -> None
     from transformer_engine.common.recipe import Float8CurrentScaling
     from transformer_engine.pytorch import fp8_autocast
 
-    from megatron_vocabpar.pipeline.split_w.weight_gradients import weight_gradients_of
+    from megatron_vocabpar.pipeline.split_w.weight_gradients import ChunkLayers, weight_gradients_of
 
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     ddp.zero_grad_buffer()
     with ExitStack() as stack:
-        split = stack.enter_context(weight_gradients_of([ddp], splits_w=bool(case.order)))
+        split = stack.enter_context(
+            weight_gradients_of([ddp], [ChunkLayers.of(ddp)], splits_w=bool(case.order))
+        )
         outputs = []
         for x in inputs:
             with fp8_autocast(enabled=case.in_8_bits, fp8_recipe=Float8CurrentScaling()):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
+from megatron_vocabpar.pipeline.split_w.weight_gradients import ChunkLayers, WeightGradients
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import covering
 from tests.pipeline.delayed import DelayedLinear
@@ -77,7 +77,7 @@ def test_delayed_layers_add_every_product_once(order: str, fused: bool, bias: st
     inputs = [torch.randn(N, SIZE) for _ in range(3)]
     losses = [chunk(x, _by_autograd).square().sum() for x in inputs]
     expected = torch.autograd.grad(sum(losses), list(trained.values()))
-    gradients = WeightGradients(chunk)
+    gradients = WeightGradients(chunk, ChunkLayers.of(chunk))
     outputs = [chunk(x) for x in inputs]
     for step in order.split():
         microbatch = int(step[1])
@@ -102,7 +102,7 @@ def test_a_pipeline_of_delayed_layers_trains_as_stock(family: str) -> None:
 
 def test_the_first_microbatch_overwrites_and_must_be_first() -> None:
     chunk = _Chunk(fused=True)
-    gradients = WeightGradients(chunk)
+    gradients = WeightGradients(chunk, ChunkLayers.of(chunk))
     for microbatch in range(2):
         with gradients.left_by(microbatch):
             chunk(torch.randn(N, SIZE)).sum().backward()
@@ -112,7 +112,7 @@ def test_the_first_microbatch_overwrites_and_must_be_first() -> None:
 
 def test_layers_get_their_stores_back() -> None:
     chunk = _Chunk()
-    WeightGradients(chunk).restore()
+    WeightGradients(chunk, ChunkLayers.of(chunk)).restore()
     chunk(torch.randn(N, SIZE)).sum().backward()
     assert [layer.wgrad_store.context.qsize() for layer in chunk.decoder] == [1, 2, 0]
 
@@ -141,4 +141,4 @@ def _without_main_grad() -> _Chunk:
 )
 def test_layers_that_cannot_be_split_are_refused(chunk: _Chunk, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        WeightGradients(chunk)
+        WeightGradients(chunk, ChunkLayers.of(chunk))

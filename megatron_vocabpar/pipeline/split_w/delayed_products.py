@@ -28,9 +28,9 @@ Product = Callable[..., Any]
 
 
 @contextmanager
-def computed_in_b(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """In this context layers of these chunks that were built to delay weight gradients compute them in B."""
-    stores = [store for store in _stores(chunks) if store.delay_wgrad_compute()]
+def computed_in_b(layers: Sequence[Any]) -> Iterator[None]:
+    """In this context those of these layers that were built to delay weight gradients compute them in B."""
+    stores = [layer.wgrad_store for layer in layers if layer.wgrad_store.delay_wgrad_compute()]
     for store in stores:
         store.disable_delay_wgrad_compute()
     try:
@@ -40,13 +40,14 @@ def computed_in_b(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             store.enable_delay_wgrad_compute()
 
 
-def check_stores(chunks: Sequence[torch.nn.Module]) -> None:
-    """Check that no layer of these chunks still has a delayed weight gradient.
+def check_stores(layers: Sequence[Any]) -> None:
+    """Check that none of these layers still has a delayed weight gradient.
 
     Raises:
         RuntimeError: with the number of products that nothing has computed.
     """
-    delayed = sum(store.context.qsize() for store in _stores(chunks) if store.context is not None)
+    queues = [layer.wgrad_store.context for layer in layers]
+    delayed = sum(queue.qsize() for queue in queues if queue is not None)
     if delayed:
         raise RuntimeError(
             f"the iteration has ended with {delayed} weight gradients that layers of Transformer Engine have "
@@ -55,14 +56,13 @@ def check_stores(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 class DelayedProducts:
-    """Weight gradients of the Transformer Engine layers in a chunk.
+    """Weight gradients of ``layers`` of a chunk, those of Transformer Engine.
 
     Raises:
         ValueError: if the layers compute them in B, or would report them to DDP by themselves.
     """
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
-        layers = [module for module in chunk.modules() if _has_store(module)]
+    def __init__(self, chunk: torch.nn.Module, layers: Sequence[Any]) -> None:
         if layers:
             _check(chunk, layers)
         self._layers = [_Layer(layer) for layer in layers]
@@ -86,6 +86,9 @@ class DelayedProducts:
         memory, which its product has filled or will fill.
         """
         parameters = self.parameters()
+        if not parameters:
+            yield
+            return
         with compat.without_hooks(self._chunk, parameters):
             yield
         for parameter in parameters:
@@ -139,15 +142,8 @@ class _Layer:
                 main_grad(parameter).add_(grad)
 
 
-def _stores(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """The stores of weight gradients of all layers that have one."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if _has_store(module):
-                yield module.wgrad_store
-
-
-def _has_store(module: Any) -> bool:
+def has_store(module: Any) -> bool:
+    """Whether a module is a layer with a store of weight gradients."""
     return hasattr(module, "backward_dw") and getattr(module, "wgrad_store", None) is not None
 
 

@@ -6,7 +6,7 @@ one whose backward computes the input's gradient and keeps the operands of the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,10 @@ Keep = Callable[[torch.nn.Parameter, torch.Tensor, torch.Tensor], None]
 
 
 class LocalProducts:
-    """Weight gradients of the local linear layers of a chunk's decoder and further heads."""
+    """Weight gradients of ``layers`` of a chunk, local linear ones."""
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
-        self._layers = list(_layers(chunk))
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = [layer for layer in layers if layer.weight.requires_grad]
         self._left: list[LeftProduct] = []
         for layer in self._layers:
             layer._forward_impl = partial(_split_linear, self._keep)
@@ -56,12 +56,10 @@ def _add(weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Te
     add_product_(main_grad(weight), grad_output.t(), input_)
 
 
-def _layers(chunk: torch.nn.Module) -> Iterator[Any]:
-    for name, module in chunk.named_modules():
-        inside = {"decoder", "mtp"} & set(name.split("."))
-        linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not module.is_expert
-        if inside and linear and module.weight.requires_grad:
-            yield module
+def is_local(name: str, module: Any) -> bool:
+    """Whether a chunk's module of this name is a linear layer of its decoder or of further heads."""
+    linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not module.is_expert
+    return linear and not {"decoder", "mtp"}.isdisjoint(name.split("."))
 
 
 def _split_linear(

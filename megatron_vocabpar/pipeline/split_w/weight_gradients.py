@@ -11,25 +11,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_vocabpar.pipeline.split_w.delayed_products import DelayedProducts, check_stores, computed_in_b
+from megatron_vocabpar.pipeline.split_w.delayed_products import (
+    DelayedProducts,
+    check_stores,
+    computed_in_b,
+    has_store,
+)
 from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
-from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts
+from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts, is_local
 
 After = Callable[[float, Sequence[torch.nn.Parameter]], None]
 """Called after a product, with the share of the products that are done and the complete parameters."""
 
 
+class ChunkLayers(NamedTuple):
+    """The layers of a chunk that can leave weight gradients: Transformer Engine's, and local linear ones."""
+
+    delaying: list[Any]
+    local: list[Any]
+
+    @staticmethod
+    def of(chunk: torch.nn.Module) -> ChunkLayers:
+        """Found in a walk over all modules."""
+        modules = list(chunk.named_modules())
+        delaying = [module for _, module in modules if has_store(module)]
+        return ChunkLayers(delaying, [module for name, module in modules if is_local(name, module)])
+
+
 @contextmanager
 def weight_gradients_of(
-    chunks: Sequence[torch.nn.Module], *, splits_w: bool, planned: bool = False
+    chunks: Sequence[torch.nn.Module],
+    layers: Sequence[ChunkLayers],
+    *,
+    splits_w: bool,
+    planned: bool = False,
 ) -> Iterator[list[WeightGradients]]:
     """The context of an iteration, in which the pass that the schedule says computes the weight gradients.
 
     Args:
         chunks: the model chunks of this rank.
+        layers: of each.
         splits_w: the schedule has W, for which B leaves them: the context gives what W needs of each chunk.
             Otherwise B computes them, also in layers that were built to delay them, and it gives nothing.
         planned: without W, Megatron's plans of layers run B, and compute what layers delay by themselves.
@@ -39,13 +64,14 @@ def weight_gradients_of(
         RuntimeError: at its end, if a weight gradient was delayed and never computed.
     """
     gradients: list[WeightGradients] = []
+    delaying = [layer for each in layers for layer in each.delaying]
     try:
-        with nullcontext() if splits_w or planned else computed_in_b(chunks):
-            gradients.extend(map(WeightGradients, chunks if splits_w else ()))
+        with nullcontext() if splits_w or planned else computed_in_b(delaying):
+            gradients.extend(map(WeightGradients, *((chunks, layers) if splits_w else ((), ()))))
             yield gradients
         for each in gradients:
             each.check_computed()
-        check_stores(chunks)
+        check_stores(delaying)
     finally:
         for each in gradients:
             each.restore()  # also those before the first that is refused
@@ -58,9 +84,9 @@ class WeightGradients:
         ValueError: as ``DelayedProducts``.
     """
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
-        self._delayed = DelayedProducts(chunk)
-        self._local = LocalProducts(chunk)
+    def __init__(self, chunk: torch.nn.Module, layers: ChunkLayers) -> None:
+        self._delayed = DelayedProducts(chunk, layers.delaying)
+        self._local = LocalProducts(layers.local)
         self._left: dict[int, list[LeftProduct]] = {}
         self._begun = False
 
