@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -67,12 +68,16 @@ class Rank:
         """Whether this rank has the labels and the loss function."""
         return self.pipeline_rank == self.placement.p - 1
 
-    def waiting_for(self, type_: CommType) -> int:
+    @cached_property
+    def takers(self) -> Mapping[CommType, int]:
         """How many of this rank's passes take what a collective carries."""
-        # L runs on one rank, and so does the B that waits. On the same rank B takes L's gradient, not CG's.
-        last_backward = self.is_last and not (type_ is CommType.CG and self.has_loss)
-        runs_here = {PassType.L: self.has_loss, PassType.B: last_backward}
-        return sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
+        found = {}
+        for type_ in self.method.collectives:
+            # L runs on one rank, as does the B that waits. On the same rank B takes L's gradient, not CG's.
+            last_backward = self.is_last and not (type_ is CommType.CG and self.has_loss)
+            runs_here = {PassType.L: self.has_loss, PassType.B: last_backward}
+            found[type_] = sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
+        return found
 
 
 @dataclass
@@ -119,7 +124,7 @@ class Iteration:
 
         Where none does, hold the event until it is done, so that its errors are raised here.
         """
-        if uses := self.rank.waiting_for(instruction.type):
+        if uses := self.rank.takers[instruction.type]:
             self.buffers.put(instruction, slot, event, uses=uses)
             return
         while self._unclaimed and self._unclaimed[0].done():

@@ -18,9 +18,12 @@ class BufferError(RuntimeError):
     """A buffer was taken before it was put, put twice, or left behind."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot(Generic[T]):
-    """One kind of value that an instruction leaves, such as ``Slot[torch.Tensor]("output")``."""
+    """One kind of value that an instruction leaves, such as ``Slot[torch.Tensor]("output")``.
+
+    Every object is a slot of its own, whatever its name.
+    """
 
     name: str
 
@@ -37,10 +40,9 @@ class Buffers:
         Raises:
             BufferError: if the producer has already put a value there.
         """
-        key = (producer, slot)
-        if key in self._values:
+        entry = value, uses
+        if self._values.setdefault((producer, slot), entry) is not entry:
             raise BufferError(f"{slot.name} of {producer} is already there: the instruction ran twice")
-        self._values[key] = (value, uses)
 
     def take(self, producer: Instruction, slot: Slot[T]) -> T:
         """The value, which can be taken once less from now on.
@@ -49,12 +51,12 @@ class Buffers:
             BufferError: if it is not there.
         """
         key = (producer, slot)
-        if key not in self._values:
+        if (entry := self._values.pop(key, None)) is None:
             raise BufferError(
                 f"{slot.name} of {producer} is not there: it was not produced, or taken too often"
             )
         value: T
-        value, uses = self._values.pop(key)
+        value, uses = entry
         if uses > 1:
             self._values[key] = (value, uses - 1)
         return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pkgutil import resolve_name
 
 import torch
@@ -65,11 +65,12 @@ class OutputChain:
         self.gradients = options.gradients if self.training else ()
         self.detached = bool(getattr(iteration.call.config, "mtp_detach_heads", False))
         self.spare = SpareExponentials()
+        self._of_losses: Slopes | None = None  # for gradients of 1; the cross-entropy's are the same for all
         self._constant = _extras_of(self)
         self.options = _shard_options(self, self._constant)
         self.forward = _forward_of(self)
 
-    @property
+    @cached_property
     def statistics(self) -> CommType:
         """The collective that carries the statistics: T waits for it, in an evaluation R or L."""
         passes = self.method.passes
@@ -78,7 +79,7 @@ class OutputChain:
         assert isinstance(word, CommType)
         return word
 
-    @property
+    @cached_property
     def looks_back(self) -> bool:
         """Whether an extra reads the exponentials when the statistics have met."""
         top = self.training and self.iteration.rank.output_options.top_logprobs > 0
@@ -104,7 +105,7 @@ class OutputChain:
         """The pass that left the exponentials and their statistics."""
         return Pass(self.method.producers[self.statistics], self.iteration.rank.pipeline_rank, i)
 
-    @property
+    @cached_property
     def state_uses(self) -> int:
         """How many passes and collectives take the state that ``softmax_pass`` has left.
 
@@ -133,11 +134,14 @@ class OutputChain:
 
         It is [n, H], or [k, n, H] if the loss may depend on extras: for a gradient of 1 of each.
         """
-        ones = torch.ones_like(softmax.total)
-        of_losses = loss_slopes(softmax, self.terms, ones)
+        of_losses = self._of_losses
+        if of_losses is None or len(of_losses.logprob) != len(softmax.total):
+            of_losses = loss_slopes(softmax, self.terms, torch.ones_like(softmax.total))
+        if self.terms.is_cross_entropy:
+            self._of_losses = of_losses
         if not self.gradients:
             return state.input_gradient(softmax, of_losses, out)
-        nothing = torch.zeros_like(ones)
+        ones, nothing = torch.ones_like(softmax.total), torch.zeros_like(softmax.total)
         slopes = [of_losses, *(loss_slopes(softmax, self.terms, nothing, {n: ones}) for n in self.gradients)]
         parts = softmax.total.new_empty((len(slopes), *state.x.shape)) if out is None else out
         for part, one in zip(parts, slopes, strict=True):
@@ -196,9 +200,9 @@ def _forward_of(chain: OutputChain) -> Forward:
     in_8_bits = chain.iteration.rank.output_options.fp8_head
 
     @cache
-    def quantised() -> Fp8Weight | None:
+    def quantised() -> Fp8Weight:
         """The weight in 8 bits: once an iteration, when the first S has the weight."""
-        return Fp8Weight.of(model.output_weight.detach(), shard) if in_8_bits else None
+        return Fp8Weight.of(model.output_weight.detach(), shard)
 
     def forward(
         x: Tensor, weight: Tensor, microbatch: Microbatch, extras: Sequence[Extra]
@@ -208,7 +212,7 @@ def _forward_of(chain: OutputChain) -> Forward:
             weight,
             microbatch.labels,
             shard,
-            replace(options, fp8_weight=quantised()),
+            replace(options, fp8_weight=quantised()) if in_8_bits else options,
             owned=microbatch.owned_targets,
             extras=extras,
             e=spare.take(microbatch.tokens),
