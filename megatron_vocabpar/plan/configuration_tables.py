@@ -17,7 +17,6 @@ from rich.text import Text
 from megatron_vocabpar.plan.advice import channels, launch_line
 from megatron_vocabpar.plan.choice import Choice
 from megatron_vocabpar.plan.configurations import BEST, MOST, Question
-from megatron_vocabpar.plan.fsdp import sharded
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.tables import model_notes, sizes_of
 from megatron_vocabpar.plan.times import layer_ms
@@ -78,8 +77,7 @@ def print_configurations(
     """The table, the launch line of the best, and of Megatron's best."""
     console.print(Text(headline(question)))
     if not found:
-        for line in filter(None, (nothing_fits(question), faster_sharded(question, found))):
-            console.print(Text(line))
+        console.print(Text(nothing_fits(question)))
         return
     wide = console.width >= _WIDE
     console.print(_table(shown(found), wide))
@@ -91,7 +89,7 @@ def print_configurations(
         console.print(Text(f"- {gain(found)}"))
     if judged := verdict_of(found):
         console.print(Text(f"- {judged}"))
-    for line in filter(None, (*channels(best), faster_sharded(question, found))):
+    for line in channels(best):
         console.print(Text(f"- {line}"))
     console.print(
         Text(
@@ -125,19 +123,6 @@ def gain(found: Sequence[Choice]) -> str:
     return (
         f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.name} "
         f"with {sizes_of(stock.request.job)}"
-    )
-
-
-def faster_sharded(question: Question, found: Sequence[Choice]) -> str:
-    """What FSDP may take, if that is less than the best takes; else empty."""
-    model, gpu = question.model, question.hardware
-    least = sharded(model, gpu, question.gpus, question.batch, question.limit_gib)
-    if least is None or (found and found[0].iteration_ms <= least.iteration_ms):
-        return ""
-    tokens = least.micro_batch * model.seq_length
-    return (
-        f"FSDP with weights, gradients and optimizer on the host may {'be faster' if found else 'fit'}: "
-        f"{least.iteration_ms:,.0f} ms or more, {tokens:,} tokens at a time, if operations hide all transfers"
     )
 
 
