@@ -26,7 +26,7 @@ from megatron_vocabpar.plan.read_arguments import (
     other_gpus,
     overruled,
 )
-from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets, with_teacher
+from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
 from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import console
@@ -69,12 +69,6 @@ _OF_A_JOB = (
         "--mtp-depths",
         type=click.IntRange(0),
         help="Heads of multi-token prediction, whatever the model has.",
-    ),
-    click.option(
-        "--teacher",
-        metavar="PRESET",
-        help="Distillation of all ids: this model's hidden states meet its output layer on the loss stage.",
-        shell_complete=completing(model_presets()),
     ),
     click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has."),
     click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas."),
@@ -187,8 +181,7 @@ def model_of(options: dict[str, Any], given: Given) -> Model:
         given.values.update(length)
         model = model_from_arguments(given)
     depths = options["mtp_depths"]
-    model = model if depths is None else replace(model, mtp_depths=depths)
-    return with_teacher(model, options["teacher"]) if options["teacher"] else model
+    return model if depths is None else replace(model, mtp_depths=depths)
 
 
 def _layers_in(given: Given) -> bool:
@@ -208,7 +201,7 @@ def unused(given: Given, options: dict[str, Any]) -> list[str]:
     """What was given and nothing read."""
     lines = given.unread()
     if options["costs_file"] is not None:
-        asked = ("tflops", "link_gb_s", "network_gb_s", "gpus_per_node", "fp8", "teacher")
+        asked = ("tflops", "link_gb_s", "network_gb_s", "gpus_per_node", "fp8")
         named = [f"--{name.replace('_', '-')}" for name in asked if options[name]]
         lines += (
             [f"Not used beside --costs, but for memory and the step: {', '.join(named)}."] if named else []

@@ -17,7 +17,6 @@ from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.stock import written
 from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.times.flops import STEP, product_flops
 from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2, method_named
 
 _SUFFICES = 1.03  # redistribution suffices if its time over the best choice's is at most this
@@ -96,7 +95,6 @@ def reasons(choices: Sequence[Choice], best: Choice) -> list[str]:
     """Sentences on why ``best`` is the best."""
     model, job = best.request.model, best.request.job
     outputs, layer = (1 + model.mtp_depths) * model.output_flops, model.matmul_flops + model.attention_flops
-    outputs += product_flops(model.teacher_weights) / STEP  # forward alone
     lines = [
         f"The output layer is as much work as {outputs / layer:.1f} layers, and a stage has "
         f"{model.layers / job.p:.3g}."

@@ -158,8 +158,6 @@ def choices_of(
     much as both when played, and collectives beside layers count only in choices that fit.
     """
     method, family = method_named(method_name), family_named(name)
-    if request.model.teacher and method.name == INTERLACED:
-        return [Choice(request, method.name, family.name, problem="distillation is refused with it")]
     try:
         known = layer_counts(request, method, family) if layouts is None else layouts
         limits = microbatches, below_ms, near_ms

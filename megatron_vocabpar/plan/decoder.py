@@ -45,8 +45,6 @@ class Decoder:
         latent: widths of latent attention: query and key-value compression, and the three parts of a head
             (without and with rotary position, value); empty for ordinary attention.
         mtp_depths: heads of multi-token prediction besides the first head.
-        teacher: the width of a teacher's last hidden states, which the loss stage multiplies by the teacher's
-            output layer; 0: no teacher.
         pattern: the layers of a hybrid model, without bars and heads; empty for a GPT.
         head: the layers of a head; by default attention, and experts or an MLP.
         mamba: heads of a Mamba layer, width of a head, groups, width of the state.
@@ -83,7 +81,6 @@ class Decoder:
     windowed: float = 0.0
     latent: tuple[int, ...] = ()
     mtp_depths: int = 0
-    teacher: int = 0
     pattern: str = ""
     head: str = ""
     mamba: tuple[int, ...] = ()
@@ -192,11 +189,6 @@ class Decoder:
     def vocabulary_weights(self) -> int:
         """Weights of one vocabulary layer."""
         return self.vocab * self.hidden
-
-    @property
-    def teacher_weights(self) -> int:
-        """Weights of the teacher's output layer."""
-        return self.vocab * self.teacher
 
     @property
     def parameters(self) -> float:

@@ -11,8 +11,6 @@ table5``):
   the next is sent;
 - a head of multi-token prediction: a layer, and 8 bytes an element for its norms and the projection's input,
   on the last rank; the output layer's buffers once more (not in the paper; counted, not measured);
-- a teacher's output layer: its weight, and its logits until the gradient, in 16 bits each, as NeMo-RL keeps
-  them (counted, not measured);
 - the gradient of the whole embedding in 16 bits, when the first stage's B ends in baseline and redis;
 - workspaces of libraries: 120 MB.
 
@@ -182,19 +180,16 @@ def stage_memory(
         activations = held[rank].activations * microbatch
         if job.recompute != "none":  # one layer runs again
             activations += again * tokens / job.t
-        output = inputs = frozen = 0.0
+        output = inputs = 0.0
         heads = 1 + model.mtp_depths
-        teacher = _HALF if model.teacher else 0  # bytes of each of its logits
         if method.vocabulary_parallel:
             logits = tokens * model.vocab / (placement.p * job.t)
             shards = heads * held[rank].softmax_shards
-            output = (bytes_.shard_logit + teacher) * shards * logits + min(_FLOAT * logits, bytes_.chunk)
+            output = bytes_.shard_logit * shards * logits + min(_FLOAT * logits, bytes_.chunk)
             inputs = heads * _HIDDEN * tokens * model.hidden / job.t
-            frozen = model.teacher_weights / (placement.p * job.t)
         else:
             if rank == placement.last_rank:
-                output = (heads * bytes_.logit + teacher) * tokens * model.vocab / job.t
-                frozen = model.teacher_weights / job.t
+                output = heads * bytes_.logit * tokens * model.vocab / job.t
             if rank == placement.first_rank:
                 # The gradient is made when B has ended and freed a microbatch of the first chunk.
                 gradient = _HALF * model.vocabulary_weights / job.t
@@ -203,7 +198,7 @@ def stage_memory(
                 output, inputs = max(output, inputs), 0.0  # at different moments
         count = sum(parameters[rank])
         inside = StageMemory(
-            (count + frozen) * bytes_.weights,
+            count * bytes_.weights,
             count * bytes_.gradients,
             0.0 if job.offload else parameters[rank].updated(job) * bytes_.optimizer,
             activations,

@@ -51,26 +51,6 @@ def model_preset(name: str) -> Model:
     return model_from_config(entry["config"], name, entry["source"], entry["seq_length"])
 
 
-def with_teacher(model: Model, name: str) -> Model:
-    """The model as the student of a preset, whose hidden states reach the loss stage.
-
-    Raises:
-        ValueError: for unlike vocabularies, and for a student that distillation is refused with.
-    """
-    teacher = model_preset(name)
-    if teacher.vocab != model.vocab:
-        raise ValueError(
-            f"--teacher {name} has {teacher.vocab} ids and {model.name} {model.vocab}; choose a teacher with "
-            "the same vocabulary"
-        )
-    if model.mtp_depths or model.softcap:
-        raise ValueError(
-            f"--teacher {name}: distillation is refused with heads of multi-token prediction and with a "
-            f"softcap of logits, which {model.name} has; give --mtp-depths 0, or another model"
-        )
-    return replace(model, teacher=teacher.hidden, beyond=(*model.beyond, f"its teacher {name}"))
-
-
 def model_presets() -> dict[str, Any]:
     """Every preset by name, from ``data/models.json``."""
     return json.loads((resources.files(__package__) / "data" / "models.json").read_text("utf-8"))

@@ -130,7 +130,6 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 
     heads = 1 + model.mtp_depths
     # One product of the whole output layer.
     output = heads * model.output_flops * tokens / (hardware.tflops * 1e9 * hardware.rates.output * t)
-    teacher = output * model.teacher / model.hidden  # a student has one head
     of_head = model.with_head_layers if model.pattern and heads > 1 else model
     head_layer = layer if of_head is model else layer_ms(of_head, job, hardware, factor)
     projection = head_layer.products * model.projection_weights / of_head.shared_weights
@@ -145,11 +144,11 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 
         **{name: ms * share for name, ms in layers.items()},  # type: ignore[arg-type]
         IF_ms=_IF_BYTES * embedded * heads,
         IB_ms=_IB_BYTES[0] * embedded * heads + _IB_BYTES[1] * weight / p,
-        methods=_output_times(output / p, teacher / p, p, transfer),
+        methods=_output_times(output / p, p, transfer),
         p2p_ms=transfer,
         broadcast_ms=transfer,
         all_reduce_ms=transfer,
-        last_rank_extra={"F_ms": output + teacher, "B_ms": output, "W_ms": output},
+        last_rank_extra={"F_ms": output, "B_ms": output, "W_ms": output},
         first_rank_extra={"B_ms": _IB_BYTES[0] * embedded + _IB_BYTES[1] * weight},
         last_stage_extra={name: model.mtp_depths * ms for name, ms in head.items()} if heads > 1 else {},
         mtp_depths=model.mtp_depths,
@@ -197,17 +196,13 @@ def step_ms(parameters: float, hardware: Hardware, *, offload: bool = False) -> 
     return moved + parameters * _STEP_BYTES / (_HOST_MEMORY_GB_S * 1e6)
 
 
-def _output_times(shard_ms: float, teacher_ms: float, p: int, transfer: float) -> dict[str, dict[str, float]]:
-    """Times of S and T by method; ``shard_ms`` is one of the three products at the whole layer's rate.
-
-    ``teacher_ms`` is the teacher's product, of whose logits a rank gets its shard with S.
-    """
+def _output_times(shard_ms: float, p: int, transfer: float) -> dict[str, dict[str, float]]:
+    """Times of S and T by method; ``shard_ms`` is one of the three products at the whole layer's rate."""
     one, two = (shard_ms / _shard_reaches(method, p) for method in (VOCAB_1, VOCAB_2))
-    teacher = teacher_ms / _shard_reaches(VOCAB_1, p)
     return {
         NAIVE: {"S_ms": one, "S2_ms": _NAIVE_S2 * one, "T_ms": 2 * one},
-        VOCAB_1: {"S_ms": one + teacher, "T_ms": 2 * one},
-        VOCAB_2: {"S_ms": 2 * two + teacher, "T_ms": two},
+        VOCAB_1: {"S_ms": one, "T_ms": 2 * one},
+        VOCAB_2: {"S_ms": 2 * two, "T_ms": two},
         INTERLACED: {"S_ms": 3 * one / _INTERLACED_GAINS, "T_ms": 0.0, "synchronous_ms": 3 * transfer},
     }
 

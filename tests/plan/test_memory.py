@@ -8,11 +8,9 @@ from statistics import mean
 import pytest
 
 from lab.paper.published import cells, peak_gib
-from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.memory import Held, parameters_of, stage_memory
-from megatron_vocabpar.plan.read_config import model_preset, with_teacher
-from megatron_vocabpar.plan.times import estimated_costs
+from megatron_vocabpar.plan.memory import parameters_of
+from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.placement import Placement
 
@@ -35,47 +33,6 @@ def test_the_last_rank_holds_the_heads(shape: str) -> None:
     assert more[placement.last_rank] == pytest.approx(2 * (plain.shared_weights + 2 * plain.hidden**2) / 2)
     assert more[1 - placement.last_rank] == 0
     assert heads[placement.last_rank].experts / one[placement.last_rank].experts == pytest.approx(26 / 24)
-
-
-@pytest.mark.parametrize("method", ["baseline", "vocab-2"])
-def test_a_teacher_adds_its_head_to_the_last_rank_or_a_shard_to_all(method: str) -> None:
-    alone, job, placement = model_preset("llama-3.1-8b"), Job(p=4, t=2), Placement(4, 1, "standard")
-    student = with_teacher(alone, "llama-3.1-70b")
-    held = [Held(4.0, softmax_shards=2)] * 4
-    one, two = (
-        stage_memory(m, job, METHODS[method], placement, (8,) * 4, held, outside=False)
-        for m in (alone, student)
-    )
-    weight, logits = 2 * 128256 * 8192 / 2, 2 * 128256 * 8192 / 2  # H' and s are both 8192
-    shards = [1 / 4] * 4 if method == "vocab-2" else [0, 0, 0, 1]
-    more = [(b.weights - a.weights, b.output - a.output) for a, b in zip(one, two, strict=True)]
-    in_flight = 2 if method == "vocab-2" else 1
-    assert more == [pytest.approx((share * weight, in_flight * share * logits)) for share in shards]
-    assert [b.optimizer + b.gradients for b in two] == [a.optimizer + a.gradients for a in one]
-
-
-def test_a_teacher_is_one_product_of_its_width() -> None:
-    alone, h100 = model_preset("llama-3.1-8b"), hardware_named("h100")
-    one, two = (estimated_costs(m, Job(p=4), h100) for m in (alone, with_teacher(alone, "llama-3.1-70b")))
-    product = one.last_rank_extra["F_ms"]  # H is 4096, H' 8192
-    assert two.last_rank_extra == pytest.approx({**one.last_rank_extra, "F_ms": 3 * product})
-    for method in ("vocab-1", "vocab-2"):
-        assert two.methods[method]["T_ms"] == one.methods[method]["T_ms"]
-        shards = 4 * (two.methods[method]["S_ms"] - one.methods[method]["S_ms"])
-        assert 2 * product < shards < 2.2 * product
-
-
-@pytest.mark.parametrize(
-    ("student", "teacher", "says"),
-    [
-        ("llama-3.1-8b", "qwen3-32b", " has 151936 ids and llama-3.1-8b 128256; choose"),
-        ("deepseek-v3", "deepseek-v3", "which deepseek-v3 has; give --mtp-depths 0"),
-        ("gemma-2-9b", "gemma-2-9b", "softcap of logits, which gemma-2-9b has"),
-    ],
-)
-def test_who_cannot_be_a_student(student: str, teacher: str, says: str) -> None:
-    with pytest.raises(ValueError, match=f"--teacher {teacher}.*{says}"):
-        with_teacher(model_preset(student), teacher)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-2-9b", "qwen3-30b-a3b"])
