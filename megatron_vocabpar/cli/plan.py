@@ -100,7 +100,7 @@ def of_a_job(command: Callable[..., Any]) -> Callable[..., Any]:
 @FORMAT
 @click.pass_context
 def plan_command(ctx: click.Context, **options: Any) -> None:
-    """Which method in which family: time, MFU, memory of each stage, launch line, and why.
+    """Which method in which family: time, MFU, memory of each stage, flags, and why.
 
     The model is a preset, a config.json, a launch script, or Megatron's arguments after --. The plan
     lists what it does not use of them.

@@ -1,4 +1,4 @@
-"""Turns a table of choices into advice: the best one, its launch line, why, and what would make one fit.
+"""Turns a table of choices into advice: the best one, its flags, why, and what would make one fit.
 
 Next: ``tables.py``.
 """
@@ -15,7 +15,7 @@ from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.job import OVERLAP
 from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.stock import written
-from megatron_vocabpar.plan.write_arguments import job_arguments, model_arguments
+from megatron_vocabpar.plan.write_arguments import job_arguments
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2, method_named
 
@@ -24,27 +24,10 @@ _CLOSE = 1.02  # choices are named if their time over the best choice's is at mo
 _LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tried with each remedy
 
 
-def launch_line(choice: Choice) -> str:
-    """A torchrun command that runs the choice with Megatron's script, on mock data."""
-    request = choice.request
-    job, model = request.job, request.model
-    least = -(-job.gpus // request.hardware.per_host)
-    nodes = next(count for count in range(least, job.gpus + 1) if job.gpus % count == 0)
-    processes = f"--nproc-per-node {job.gpus // nodes}"
-    start = "torchrun " + (
-        f"--nnodes {nodes} {processes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
-        if nodes > 1
-        else processes
-    )
-    # The tokenizer adds one id for the end of a document.
-    data = ["--mock-data", "--tokenizer-type NullTokenizer", f"--vocab-size {model.vocab - 1}"]
-    training = ["--bf16", "--lr 1e-4", "--train-iters 50"]
+def flags_of(choice: Choice) -> list[str]:
+    """Megatron's flags for the job's sizes, the layout and this package, beside those of the model itself."""
     placing = placing_flags(choice)
-    replaced = {flag.split()[0] for flag in placing}
-    of_model = [flag for flag in model_arguments(model) if flag.split()[0] not in replaced]
-    words = [*of_model, *job_arguments(model, job), *data, *training, *placing]
-    script = "pretrain_hybrid.py" if model.pattern else "pretrain_gpt.py"
-    return _folded([start, script if choice.stock else f"-m megatron_vocabpar.launch {script}", *words])
+    return [*job_arguments(choice.request.model, choice.request.job), *placing]
 
 
 def placing_flags(choice: Choice) -> list[str]:
@@ -70,15 +53,6 @@ def placing_flags(choice: Choice) -> list[str]:
     softcap = request.model.softcap if method_named(choice.method).vocabulary_parallel else 0.0
     flags += [f"--vocab-parallel-logit-softcap {softcap:g}"] if softcap else []
     return [*flags, *([] if choice.family == "1f1b" else [f"--vocab-parallel-family {choice.family}"])]
-
-
-def _folded(words: Sequence[str], width: int = 96) -> str:
-    lines = [""]
-    for word in words:
-        if lines[-1] and len(lines[-1]) + len(word) > width:
-            lines.append("   ")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return " \\\n".join(lines)
 
 
 def channels(best: Choice) -> list[str]:

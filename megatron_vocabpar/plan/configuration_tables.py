@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vocabpar.plan.advice import channels, launch_line
+from megatron_vocabpar.plan.advice import channels, flags_of
 from megatron_vocabpar.plan.choice import Choice
 from megatron_vocabpar.plan.configurations import BEST, MOST, Question
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.tables import model_notes, sizes_of
+from megatron_vocabpar.plan.tables import folded, model_notes, sizes_of
 from megatron_vocabpar.plan.times import layer_ms
 from megatron_vocabpar.plan.verdict import Verdict, verdict
 from megatron_vocabpar.text_tables import text_table
@@ -74,7 +74,7 @@ def sources(hardware: Hardware) -> Iterator[str]:
 def print_configurations(
     question: Question, found: Sequence[Choice], notes: Sequence[str], console: Console
 ) -> None:
-    """The table, the launch line of the best, and of Megatron's best."""
+    """The table, the flags of the best, and of Megatron's best."""
     console.print(Text(headline(question)))
     if not found:
         console.print(Text(nothing_fits(question)))
@@ -99,10 +99,10 @@ def print_configurations(
     for line in (*notes, *model_notes(question.model)):
         console.print(Text(f"- {line}"))
     console.print()
-    print(launch_line(best))  # as it is, for copying
+    print(folded(flags_of(best)))  # as it is, for copying
     if stock is not None and stock is not best:
         console.print(Text("\nMegatron by itself:"))
-        print(launch_line(stock))
+        print(folded(flags_of(stock)))
 
 
 def headline(question: Question) -> str:
@@ -206,5 +206,5 @@ def _found_json(choice: Choice) -> dict[str, Any]:
         "shares": shares(choice),
         "binds": binds(choice),
         "exact": choice.exact,
-        "launch": launch_line(choice),
+        "flags": flags_of(choice),
     }

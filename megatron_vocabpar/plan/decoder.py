@@ -52,9 +52,7 @@ class Decoder:
         indexer: heads of sparse attention's indexer, their width, tokens that it chooses.
         output_gate: attention's output has a gate, as wide as its queries.
         expert_hidden: the width of experts' inputs, if a projection makes it another than H; else 0.
-        flags: Megatron's flags that make the model, but change no count here.
         softcap: the bound of a tanh on logits; 0: none.
-        beyond: properties of the model that no flag of Megatron's gives, in words.
     """
 
     name: str
@@ -88,9 +86,7 @@ class Decoder:
     indexer: tuple[int, ...] = ()
     output_gate: bool = False
     expert_hidden: int = 0
-    flags: tuple[str, ...] = ()
     softcap: float = 0.0
-    beyond: tuple[str, ...] = ()
 
     @cached_property
     def parts(self) -> Mapping[str, float]:

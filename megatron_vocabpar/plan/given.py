@@ -60,7 +60,7 @@ class Given:
         """A note on the flags that nothing has read, as a user writes them; none if there are none."""
         unread = {name: value for name, value in self.values.items() if name not in self._read}
         flags = ", ".join(f"--{name} {value}".rstrip() for name, value in unread.items())
-        return [f"Not used by the plan, nor in its launch line: {flags}."] if flags else []
+        return [f"Not used by the plan: {flags}."] if flags else []
 
 
 def _typed(value: Any) -> str:

@@ -87,7 +87,7 @@ def divisors(number: int, most: int = 0) -> str:
 def can_pair(model: Model, job: Job) -> bool:
     """Whether Megatron runs F of a microbatch beside B of another, each of which hides the other's exchange.
 
-    These are conditions of ``OVERLAP``; launch lines meet all others.
+    These are conditions of ``OVERLAP``; the model and its flags meet all others.
     """
     return (
         model.experts > 0

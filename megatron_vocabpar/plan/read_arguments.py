@@ -1,7 +1,7 @@
 """Reads a model and a job from Megatron's arguments, after ``--`` or in a launch script.
 
-Flags that make the model but change no count go into ``Model.flags`` unchanged. The plan lists the flags that
-nothing here reads (``Given.unread``).
+The plan lists the flags that nothing here reads, but for those that are known to change no count
+(``Given.unread``).
 Next: ``links.py``.
 """
 
@@ -16,10 +16,10 @@ from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.pattern import check_pattern, layers_in
-from megatron_vocabpar.plan.write_arguments import SIZES, SPEC
 
 _NEEDED = ("hidden-size", "num-attention-heads", "seq-length")
-_KEPT = (
+# Flags that make a model, but change no count.
+_COUNT_NOTHING = (
     "normalization", "norm-epsilon", "apply-layernorm-1p", "disable-bias-linear", "add-qkv-bias",
     "squared-relu", "rotary-base", "rotary-percent", "rotary-interleaved", "rotary-scaling-factor",
     "mscale", "mscale-all-dim", "rotary-seq-len-interpolation-factor", "use-rope-scaling",
@@ -29,16 +29,24 @@ _KEPT = (
     "moe-router-num-groups", "moe-router-group-topk", "moe-router-pre-softmax",
     "moe-router-topk-scaling-factor", "moe-router-dtype", "moe-router-load-balancing-type",
     "moe-aux-loss-coeff", "moe-z-loss-coeff", "mtp-loss-scaling-factor", "no-rope-freq",
-    "moe-shared-expert-gate", "linear-conv-kernel-dim",
+    "moe-shared-expert-gate", "linear-conv-kernel-dim", "spec",
 )  # fmt: skip
-# Flags that a plan's launch line has, or replaces, in any case.
-_SAID_ANYWAY = (
+# Flags of a job that the estimates take for granted, or that say no more than others.
+_ASSUMED = (
     "bf16", "sequence-parallel", "max-position-embeddings", "use-mcore-models", "transformer-impl", "swiglu",
     "quick-geglu", "group-query-attention", "attention-dropout", "moe-grouped-gemm", "mock-data",
     "no-bias-dropout-fusion",
     "recompute-method", "recompute-num-layers", "optimizer-offload-fraction", "use-precision-aware-optimizer",
     "overlap-moe-expert-parallel-comm", "delay-wgrad-compute",
 )  # fmt: skip
+_SIZES = {
+    "mamba": ("mamba-num-heads", "mamba-head-dim", "mamba-num-groups", "mamba-state-dim"),
+    "delta": (
+        "linear-num-key-heads", "linear-key-head-dim", "linear-num-value-heads", "linear-value-head-dim",
+    ),
+    "indexer": ("dsa-indexer-n-heads", "dsa-indexer-head-dim", "dsa-indexer-topk"),
+}  # fmt: skip
+"""Megatron's flags for the sizes of a pattern's layers, by the names of ``Decoder``."""
 
 
 def model_from_arguments(given: Given) -> Model:
@@ -50,6 +58,8 @@ def model_from_arguments(given: Given) -> Model:
     missing += [] if vocabulary else ["--vocab-size"]
     if missing:
         raise ValueError(f"{given.source}: no {', '.join(missing)}; add them")
+    for name in _COUNT_NOTHING:
+        given.text(name)
     number = given.number
     hidden, heads = number("hidden-size"), number("num-attention-heads")
     gated = "swiglu" in given or "quick-geglu" in given
@@ -59,8 +69,7 @@ def model_from_arguments(given: Given) -> Model:
     parts = layers_in(written)
     if written:
         check_pattern(written)
-        for name in ("num-layers", *(["spec"] if given.values.get("spec") in SPEC.split() else [])):
-            given.text(name)  # the launch line says them
+        given.text("num-layers")  # the pattern says it
     return Model(
         name=given.source,
         source=given.source,
@@ -89,7 +98,6 @@ def model_from_arguments(given: Given) -> Model:
         **_of_pattern(given, written, hidden) if written else {},
         output_gate="attention-output-gate" in given,
         expert_hidden=number("moe-latent-size", 0),
-        flags=_kept(given),
     )
 
 
@@ -100,7 +108,7 @@ def _of_pattern(given: Given, written: str, hidden: int) -> dict[str, Any]:
     defaults = ((2 * hidden // width, 64, 8, 128), (16, 128, 32, 128), (None, None, None))
     sizes = {
         name: tuple(map(given.number, flags, usual))
-        for (name, flags), usual, part in zip(SIZES.items(), defaults, "MGD", strict=True)
+        for (name, flags), usual, part in zip(_SIZES.items(), defaults, "MGD", strict=True)
         if part in written
     }
     head = "".join(layers_in(heads.partition("/")[0]))
@@ -135,20 +143,6 @@ def _window(given: Given) -> tuple[int, float]:
     if listed:
         return int(sizes[0]) + 1, sum(listed) / len(listed)
     return int(sizes[0]) + 1, 1.0 - 1.0 / given.number("window-attn-skip-freq") if skipped else 1.0
-
-
-def _kept(given: Given) -> tuple[str, ...]:
-    flags = [
-        name
-        for name in (*_KEPT, "swiglu", "quick-geglu", "window-size", "window-attn-skip-freq")
-        if name in given
-    ]
-    flags += ["position-embedding-type"] if _positions(given) == "none" else []
-    return tuple(f"--{name} {_quoted(given.text(name))}".rstrip() for name in flags)
-
-
-def _quoted(text: str) -> str:
-    return f"'{text}'" if set(text) & set("[]()*,") else text
 
 
 def _dense_layers(given: Given, layers: int) -> int:
@@ -253,7 +247,7 @@ def job_from_arguments(given: Given, sizes: Mapping[str, Any]) -> Job:
 
     p, t, c, b = size("pp", 8), size("tp", 1), size("cp", 1), size("micro_batch_size", 1)
     d = int(sizes.get("dp") or _replicas(given, p * t * c))
-    for name in _SAID_ANYWAY:
+    for name in _ASSUMED:
         given.text(name)
     return Job(
         p=p,

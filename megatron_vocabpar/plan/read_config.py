@@ -1,6 +1,6 @@
 """Reads a model from a Hugging Face ``config.json``, or from a preset: an excerpt of such a file.
 
-Next: ``model_flags.py``, the properties that Megatron's flags give.
+Next: ``read_arguments.py``, which reads one from Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_vocabpar.names import nearest
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.model_flags import beyond_flags, is_gated, model_flags
 from megatron_vocabpar.plan.pattern import check_pattern
 from megatron_vocabpar.plan.read_hybrid import hybrid_of
 from megatron_vocabpar.schedule.data.schema import text_of
@@ -29,13 +28,16 @@ _OPTIONAL = (
     "num_key_value_heads", "head_dim", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "sliding_window", "sliding_window_pattern", "attention_head_dim", "moe_latent_size",
 )  # fmt: skip
+# Families whose MLP has no gate. Their files have different keys for it, and many have none.
+_UNGATED = frozenset(
+    {"nemotron", "nemotron_h", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2"}
+)
 # Keys that the text part of a multimodal configuration may leave out, with the defaults of its class:
 # huggingface/transformers, models/gemma3/configuration_gemma3.py, Gemma3TextConfig.
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {
         "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1_000_000,
-        "rope_local_base_freq": 10_000,
+        "sliding_window": 4096, "sliding_window_pattern": 6,
     },
 }  # fmt: skip
 
@@ -105,7 +107,7 @@ def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_lengt
         groups=data.get("num_key_value_heads") or heads,
         head_dim=data.get("head_dim") or data.get("attention_head_dim") or data["hidden_size"] // heads,
         ffn=data["intermediate_size"],
-        gated=is_gated(data),
+        gated=data.get("model_type") not in _UNGATED,
         tied=bool(data.get("tie_word_embeddings", True)),
         experts=data[experts] if experts else 0,
         top_k=data["num_experts_per_tok"] if experts else 0,
@@ -118,9 +120,7 @@ def model_from_config(data: Mapping[str, Any], name: str, source: str, seq_lengt
         latent=tuple(data[key] or 0 for key in _LATENT) if data.get("kv_lora_rank") else (),
         mtp_depths=data.get("num_nextn_predict_layers") or 0,
         expert_hidden=data.get("moe_latent_size") or 0 if experts else 0,
-        flags=model_flags(data, windowed),
         softcap=float(data.get("final_logit_softcapping") or 0.0),
-        beyond=beyond_flags(data, windowed),
     )
     return replace(model, **hybrid)
 

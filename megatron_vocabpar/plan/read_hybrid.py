@@ -25,7 +25,6 @@ _JAMBA_HEAD = 64  # Mamba-1 has no heads; the width of Megatron's
 _SYMBOLS = {
     "mamba": "M", "attention": "*", "mlp": "-", "moe": "E", "linear_attention": "G", "full_attention": "*",
 }  # fmt: skip
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def hybrid_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,13 +52,6 @@ def hybrid_of(data: Mapping[str, Any]) -> dict[str, Any]:
     if "E" not in pattern and data.get("shared_intermediate_size"):  # the MLP of Granite's small models
         found["ffn"] = _size(data, "shared_intermediate_size")
     return {**found, "layers": len(pattern), "output_gate": kind in QWEN}
-
-
-def beyond_hybrids(data: Mapping[str, Any]) -> list[str]:
-    """Properties of hybrid models that no flag of Megatron's gives, in words."""
-    unsupported = [f"{key} {data[key]:g}" for key in _MULTIPLIERS if data.get(key, 1) != 1]
-    stands_in = "layers of Mamba-1, for which those of Mamba-2 stand in"
-    return [*unsupported, *([stands_in] if data.get("model_type") == "jamba" else [])]
 
 
 def _pattern(data: Mapping[str, Any]) -> str:

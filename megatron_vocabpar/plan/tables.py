@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vocabpar.plan.advice import launch_line, reasons, redistribution, remedies
+from megatron_vocabpar.plan.advice import flags_of, reasons, redistribution, remedies
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.job import Job, refused
@@ -55,7 +55,7 @@ class Advice:
     request: Request
     choices: tuple[Choice, ...]
     best: Choice | None
-    launch: str
+    flags: tuple[str, ...]
     reasons: tuple[str, ...]
     remedies: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -73,21 +73,29 @@ def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> 
     best, all_notes = best_of(choices), (*notes, *model_notes(request.model))
     if best is None:
         why, changes = redistribution(choices), remedies(request)
-        return Advice(request, choices, None, "", tuple(why), tuple(changes), all_notes)
+        return Advice(request, choices, None, (), tuple(why), tuple(changes), all_notes)
     judged = verdict([one for one in choices if one.exact and one.fits])
     why = [*reasons(choices, best), *([str(judged)] if judged else [])]
-    return Advice(request, choices, best, launch_line(best), tuple(why), (), all_notes)
+    return Advice(request, choices, best, tuple(flags_of(best)), tuple(why), (), all_notes)
 
 
 def model_notes(model: Model) -> list[str]:
-    """The properties of the model that the launch line lacks, in sentences."""
-    lines = [f"The launch line is {model.name} but for {', '.join(model.beyond)}."] if model.beyond else []
-    if model.softcap:
-        lines.append(
-            f"Its softcap of logits, {model.softcap:g}, is in the launch lines of methods that partition "
-            "the vocabulary alone."
-        )
-    return lines
+    """What has to be known of the model's flags, in sentences."""
+    if not model.softcap:
+        return []
+    return [
+        f"Its softcap of logits, {model.softcap:g}, is a flag of methods that partition the vocabulary alone."
+    ]
+
+
+def folded(flags: Sequence[str], width: int = 96) -> str:
+    """Flags as lines to copy into a launch script."""
+    lines = [""]
+    for flag in flags:
+        if lines[-1] and len(lines[-1]) + len(flag) > width:
+            lines.append("   ")
+        lines[-1] += f" {flag}" if lines[-1] else flag
+    return " \\\n".join(lines)
 
 
 def summary(request: Request) -> list[str]:
@@ -114,7 +122,7 @@ def sizes_of(job: Job) -> str:
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """Print the table, the memory of each rank, the reasons and the launch line."""
+    """Print the table, the memory of each rank, the reasons and the flags."""
     request, best = advice.request, advice.best
     for line in summary(request):
         console.print(Text(line))
@@ -137,7 +145,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     for line in (*advice.reasons, *advice.notes):
         console.print(Text(f"- {line}"))
     console.print()
-    print(advice.launch)  # as it is, for copying
+    print(folded(advice.flags))  # as it is, for copying
 
 
 def _choices_table(advice: Advice) -> Table:
@@ -184,7 +192,7 @@ def advice_json(advice: Advice) -> str:
             "recommended": advice.best and {"method": advice.best.method, "family": advice.best.family},
             "costs": advice.best and passes_of(advice.best).to_dict(),
             "why": advice.reasons,
-            "launch": advice.launch,
+            "flags": advice.flags,
             "would_fit": advice.remedies,
             "notes": advice.notes,
         },

@@ -21,12 +21,13 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-def test_a_plan_is_a_table_a_launch_line_and_reasons() -> None:
+def test_a_plan_is_a_table_reasons_and_flags() -> None:
     result = run("plan", *SMALL)
     assert result.exit_code == 0
     assert all(f" {name} " in result.output for name in ("v-half", "vocab-2", "redis", "interlaced"))
     assert "Recommended: " in result.output
-    assert "-m megatron_vocabpar.launch pretrain_gpt.py" in result.output
+    assert "--pipeline-model-parallel-size 2" in result.output
+    assert "--num-layers" not in result.output
     assert max(map(len, result.output.splitlines())) <= 100
 
 
@@ -54,7 +55,7 @@ def test_the_times_of_the_recommended_passes_are_a_cost_file(tmp_path: Path) -> 
     asked = words(8, 16, 16, 64000, "--dp", "4", "--ep", "4", "--format", "json")
     data = json.loads(run(*asked, "--num-experts", "8", "--moe-router-topk", "6").output)
     assert data["recommended"]["family"] == "dualpipev"
-    assert "--overlap-moe-expert-parallel-comm" in data["launch"]
+    assert "--overlap-moe-expert-parallel-comm" in data["flags"]
     assert 0.0 < data["costs"]["hidden_ms"] < data["costs"]["F_ms"]
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(data["costs"]))

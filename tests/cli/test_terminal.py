@@ -52,7 +52,7 @@ def all_in(shown: str, words: list[str]) -> None:
 
 def test_a_plan(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
     request = Request(model_preset("llama-3.2-3b"), Job(p=4, m=8), hardware_named("A100"), 80.0)
-    print_advice(Advice(request, (choice,), choice, "", (), (), ()), console(100))
+    print_advice(Advice(request, (choice,), choice, (), (), (), ()), console(100))
     all_in(capsys.readouterr().out, ["1,234,567", "123.8", f"{9 * 123.75:.1f}", "interleaved"])
 
 
@@ -62,7 +62,7 @@ def test_a_search(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
     found = replace(choice, request=request, needed_gib=99.0)
     question = Question(request.model, request.hardware, 1 << 20, 16384, 80.0)
     print_configurations(question, [found], (), console(150))
-    table = capsys.readouterr().out.partition("torchrun")[0]
+    table = capsys.readouterr().out.partition("--pipeline-model-parallel-size")[0]
     all_in(table, [word for cell in cells(found)[:-1] for word in cell.split()])
 
 

@@ -1,14 +1,15 @@
-"""Advice: the fastest that fits, as the simulator says; launch lines that our flags read; what would fit."""
+"""Advice: the fastest that fits, as the simulator says; flags that ours read; what would fit."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
-from megatron_vocabpar.plan.advice import launch_line, redistribution, remedies
+from megatron_vocabpar.plan.advice import flags_of, redistribution, remedies
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of, in_full
 from megatron_vocabpar.plan.hardware import hardware_named
@@ -109,18 +110,18 @@ def test_a_llama_like_request_over_all_families(limit_gib: float) -> None:
     check_best(asked, ("baseline", "vocab-1", "vocab-2"), tuple(families()))
 
 
-def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
+def test_uneven_layers_are_placed_and_written_into_a_flag() -> None:
     asked = request("gemma-2-9b", 10, 139.0)
     choice, *others = choices_of(asked, "vocab-2", "1f1b")
     assert choice.layers == (2, 2, 3, 3)
     assert [one.layers for one in others] == [(3, 3, 2, 2), (3, 3, 3, 1)]
     assert choice_of(asked, "vocab-2", "1f1b") == min((choice, *others), key=lambda one: one.iteration_ms)
-    assert f"--pipeline-model-parallel-layout '{layout(choice.layers)}'" in launch_line(choice)
+    assert f"--pipeline-model-parallel-layout '{layout(choice.layers)}'" in flags_of(choice)
     # Megatron counts stages along the pipeline; rank 3 of the V holds the fourth and the fifth of them.
     shaped = choices_of(asked, "vocab-2", "v-half")[0]
     assert shaped.layers == (1, 1, 2, 2, 1, 1, 1, 1)
     # Megatron takes the number of chunks from the layout, and refuses both.
-    assert "--num-virtual-stages" not in launch_line(shaped)
+    assert not any("--num-virtual-stages" in flag for flag in flags_of(shaped))
     assert choice_of(asked, "baseline", "1f1b").layers == (2, 3, 3, 2)
     assert choice_of(replace(asked, job=Job(p=16)), "vocab-2", "1f1b").problem
 
@@ -128,14 +129,14 @@ def test_uneven_layers_are_placed_and_written_into_the_launch_line() -> None:
 @pytest.mark.parametrize(
     ("method", "family"), [("baseline", "1f1b"), ("redis", "1f1b"), ("vocab-2", "zb-h1"), ("vocab-1", "v-zb")]
 )
-def test_our_flags_read_the_launch_line(method: str, family: str) -> None:
+def test_our_flags_read_those_of_the_plan(method: str, family: str) -> None:
     asked = request("llama-3.1-8b", 8, 139.0)
     choice = choice_of(asked, method, family)
-    line = launch_line(choice).replace("\\\n", " ")
-    words = line.split("pretrain_gpt.py")[1].split()
+    flags = flags_of(choice)
+    words = shlex.split(" ".join(flags))
     config = config_from_argv(words)
     assert (config.method, config.family) == (method, family)
-    assert ("--num-virtual-stages-per-pipeline-rank 2" in line) == (family == "v-zb")
+    assert ("--num-virtual-stages-per-pipeline-rank 2" in flags) == (family == "v-zb")
     if method == "redis":
         assert config.final_stage_layers == choice.layers[-1] < choice.layers[0]
 

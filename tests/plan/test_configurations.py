@@ -231,13 +231,13 @@ def test_what_a_search_does_not_take_is_refused(flags: str, says: str) -> None:
     assert says in result.output
 
 
-def test_the_verb_searches_and_prints_both_launch_lines() -> None:
+def test_the_verb_prints_the_best_and_its_flags() -> None:
     sizes = ["--gpus", "2", "--pp", "2", "--tp", "1", "--cp", "1", "--global-batch-size", "16"]
     words = ["plan", "--preset", "llama-3.2-3b", *sizes, "--sources"]
     result = CliRunner().invoke(main, [*words, "--", "--weight-decay", "0.1"])
     assert result.exit_code == 0, result.output
     assert "Recommended: " in result.output
-    assert "pretrain_gpt.py" in result.output
+    assert "--pipeline-model-parallel-size 2" in result.output
     assert "--weight-decay 0.1" in result.output.split("Not used")[1]
     assert "NVIDIA H100 SXM data sheet" in result.output
     assert max(map(len, result.output.splitlines())) <= 160

@@ -123,7 +123,7 @@ def test_of_two_options_for_the_batch_one_is_said_to_replace_the_other() -> None
 def test_nodes_that_are_given_twice_are_listed_where_they_differ() -> None:
     """torchrun's ``--nnodes`` counts; Slurm's ``--nodes`` may say the same."""
     words = "--nnodes 2 --nproc-per-node 8 --gpus-per-node 8 --nodes "
-    for nodes, unread in (("2", []), ("4", ["Not used by the plan, nor in its launch line: --nodes 4."])):
+    for nodes, unread in (("2", []), ("4", ["Not used by the plan: --nodes 4."])):
         job, said = job_of(words + nodes)
         assert (job["d"], said) == (2, unread)
 
@@ -176,7 +176,7 @@ def test_a_preset_takes_arguments_of_the_job() -> None:
     )
     data = json.loads(result.output)
     assert (data["job"]["c"], data["job"]["p"]) == (2, 4)
-    assert "--context-parallel-size 2" in data["launch"]
+    assert "--context-parallel-size 2" in data["flags"]
 
 
 @pytest.mark.parametrize(
