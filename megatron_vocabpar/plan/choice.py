@@ -93,7 +93,7 @@ class Choice:
             unknown; 0 where nothing does.
     """
 
-    request: Request
+    request: Request = field(hash=False)
     method: str
     family: str
     layers: tuple[int, ...] = ()
