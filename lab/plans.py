@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import mean
 
 from lab.published_runs import errors, published_runs
-from megatron_vocabpar.plan.configuration_tables import binds, verdict_of
+from megatron_vocabpar.plan.advice import binds, sizes_of
 from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.tables import sizes_of
+from megatron_vocabpar.plan.verdict import verdict
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 MODELS = {
@@ -67,7 +67,7 @@ def row(case: Case) -> str:
     found = best_configurations(question)
     if not found:
         return f"{NOTHING} | – | – | – | – | – | –"
-    best, judged = found[0], verdict_of(found)
+    best, judged = found[0], verdict(found)
     gains = " / ".join(f"{gain:.2f}" for gain in judged.gains) if judged else "–"
     decided = "no" if judged and judged.reason else "yes"
     numbers = f"{100 * best.mfu:.1f} | {best.peak_gib:.0f}"

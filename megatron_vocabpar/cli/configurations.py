@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_vocabpar.cli.files import is_quiet
-from megatron_vocabpar.plan.configuration_tables import configurations_json, print_configurations
 from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus
+from megatron_vocabpar.plan.tables import answer_for_gpus, answer_json, print_answer
 from megatron_vocabpar.text_tables import console
 
 _WORKERS = 4
@@ -56,10 +56,11 @@ def plan_gpus(
     notes = [*notes, *other_gpus(given, question.gpus), *given.unread()]
     with _bar() as progress:
         found = best_configurations(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
+    answer = answer_for_gpus(question, found, notes)
     if options["output_format"] == "json":
-        click.echo(configurations_json(question, found, notes))
+        click.echo(answer_json(answer))
     else:
-        print_configurations(question, found, notes, console(_COLUMNS))
+        print_answer(answer, console(_COLUMNS))
     return bool(found)
 
 

@@ -27,7 +27,7 @@ from megatron_vocabpar.plan.read_arguments import (
     overruled,
 )
 from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
-from megatron_vocabpar.plan.tables import advice_json, advise, print_advice
+from megatron_vocabpar.plan.tables import answer_for_job, answer_json, print_answer
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import console
 
@@ -112,7 +112,7 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
     gpu = hardware_of(options)
     limit = gpu.memory_gib if options["memory_gib"] is None else options["memory_gib"]
     if options["sources"]:
-        from megatron_vocabpar.plan.configuration_tables import sources
+        from megatron_vocabpar.plan.advice import sources
 
         click.echo("\n".join(sources(gpu)), err=options["output_format"] == "json")
     if options["gpus"] is not None:
@@ -124,12 +124,12 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
     costs, prices = _measured(options["costs_file"])
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     request = Request(model, job, gpu, limit, costs, prices)
-    advice = advise(request, notes, workers=min(_WORKERS, os.cpu_count() or 1))
+    answer = answer_for_job(request, notes, workers=min(_WORKERS, os.cpu_count() or 1))
     if options["output_format"] == "json":
-        click.echo(advice_json(advice))
+        click.echo(answer_json(answer))
     else:
-        print_advice(advice, console(_COLUMNS))
-    if advice.best is None:
+        print_answer(answer, console(_COLUMNS))
+    if answer.best is None:
         ctx.exit(NOTHING_FITS)
 
 

@@ -1,4 +1,4 @@
-"""Turns a table of choices into advice: the best one, its flags, why, and what would make one fit.
+"""What is said of choices: their flags, why the best is the best, what binds it, and what would make one fit.
 
 Next: ``tables.py``.
 """
@@ -11,14 +11,18 @@ from dataclasses import replace
 from megatron_vocabpar.plan.channels import CHANNEL_GB_S
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
-from megatron_vocabpar.plan.hardware import hardware_presets
-from megatron_vocabpar.plan.job import OVERLAP
+from megatron_vocabpar.plan.configurations import BEST, Question
+from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
+from megatron_vocabpar.plan.job import OVERLAP, Job
+from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.plan.stock import written
+from megatron_vocabpar.plan.times import layer_ms
 from megatron_vocabpar.plan.write_arguments import job_arguments
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2, method_named
 
+_SAYS = 0.02  # parts of the time that are at least this share of it are named
 _SUFFICES = 1.03  # redistribution suffices if its time over the best choice's is at most this
 _CLOSE = 1.02  # choices are named if their time over the best choice's is at most this
 _LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tried with each remedy
@@ -186,3 +190,115 @@ def _fitting(request: Request) -> Choice | None:
 
 def _find(choices: Sequence[Choice], method: str, family: str) -> Choice | None:
     return next((one for one in choices if (one.method, one.family) == (method, family)), None)
+
+
+def summary(request: Request) -> list[str]:
+    """Two lines: the model, then the job, its GPUs and the source of its times."""
+    model, job, gpu = request.model, request.job, request.hardware
+    shape = f"V {model.vocab:,}, H {model.hidden:,}, L {model.layers}, s {model.seq_length:,}"
+    times = "measured costs" if request.measured else "estimated from its data sheet"
+    return [
+        f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {shape}",
+        f"{sizes_of(job)}: {job.gpus} {gpu.name}, {request.limit_gib:.1f} GiB each; {job.m} microbatches of "
+        f"{job.micro_batch}; times {times}",
+    ]
+
+
+def headline(question: Question) -> str:
+    """The question in a line."""
+    model, gpu = question.model, question.hardware
+    return (
+        f"{model.name}: {model.parameters / 1e9:.1f} B parameters on {question.gpus} {gpu.name}, "
+        f"{question.limit_gib:.1f} GiB each; {question.batch} sequences of {model.seq_length:,} tokens"
+    )
+
+
+def sizes_of(job: Job) -> str:
+    """A job's sizes and its unusual settings: ``p 8, t 1, d 1, recompute full``."""
+    sizes = [f"p {job.p}", f"t {job.t}", f"d {job.d}"]
+    sizes += [f"c {job.c}"] if job.c > 1 else []
+    sizes += [f"e {job.e}"] if job.e > 1 else []
+    sizes += [f"recompute {job.recompute}"] if job.recompute != "none" else []
+    sizes += ["distributed optimizer"] if job.distributed_optimizer else []
+    sizes += ["optimizer on the host"] if job.offload else []
+    return ", ".join(sizes + (["fp8"] if job.fp8 else []))
+
+
+def model_notes(model: Model) -> list[str]:
+    """What has to be known of the model's flags, in sentences."""
+    if not model.softcap:
+        return []
+    return [
+        f"Its softcap of logits, {model.softcap:g}, is a flag of methods that partition the vocabulary alone."
+    ]
+
+
+def shares(choice: Choice) -> dict[str, float]:
+    """The losses of time in an iteration of the mean rank, as shares of it."""
+    request = choice.request
+    model, job = request.model, request.job
+    layer = layer_ms(model, job, request.hardware)
+    of_all = job.m * model.layers / job.p / choice.iteration_ms
+    return {
+        "idle ranks": choice.idle,
+        "tensor parallelism": 2 * layer.tensor * of_all,
+        "context parallelism": 3 * layer.context * of_all,
+        "the exchange of experts": (2 * layer.exchange - (layer.hidden if choice.pairs else 0.0)) * of_all,
+        "recomputation": layer.repeated * of_all,
+        "gradients and the step": choice.after_ms / choice.iteration_ms,
+    }
+
+
+def binds(choice: Choice) -> str:
+    """In words, the largest losses of time, and the memory that faster settings would need."""
+    parts = sorted(shares(choice).items(), key=lambda one: -one[1])
+    causes = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
+    if choice.needed_gib:
+        causes.append(f"memory: more than {choice.request.limit_gib:.0f} GiB without what is saved")
+    return ", ".join(causes) or "operations"
+
+
+def stock_best(found: Sequence[Choice]) -> Choice | None:
+    """The fastest that Megatron can run without this package."""
+    return next((choice for choice in found if choice.stock), None)
+
+
+def shown(found: Sequence[Choice]) -> list[Choice]:
+    """The best entries, and Megatron's best behind them if it is not among them."""
+    best, stock = list(found[:BEST]), stock_best(found)
+    return best if stock is None or stock in best else [*best, stock]
+
+
+def gain(found: Sequence[Choice]) -> str:
+    """How much faster the best is than the best of Megatron by itself; empty if it is that, or none fits."""
+    stock = stock_best(found)
+    if stock is None or stock is found[0]:
+        return ""
+    times = stock.iteration_ms / found[0].iteration_ms
+    return (
+        f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.name} "
+        f"with {sizes_of(stock.request.job)}"
+    )
+
+
+def nothing_fits(question: Question) -> str:
+    """The advice if no configuration fits."""
+    least = question.model.parameters * 6 * 1.12 / question.gpus / 2**30
+    fixed = (
+        f" with {', '.join(f'{name} {value}' for name, value in question.fixed.items())}"
+        if question.fixed
+        else ""
+    )
+    return (
+        f"Nothing fits{fixed}. Weights and gradients alone take {least:.0f} GiB a GPU where they are divided "
+        "over all of them; use more GPUs (--gpus), larger ones (--hardware), shorter sequences (--seq-length)"
+        + (", or leave sizes open." if question.fixed else ".")
+    )
+
+
+def sources(hardware: Hardware) -> Iterator[str]:
+    """A line for every number about the GPU, with its source."""
+    for name, source in hardware.sources.items():
+        yield f"{name} {getattr(hardware, name):,g}: {source}"
+    for name, source in hardware.rates.sources.items():
+        yield f"share {name} {getattr(hardware.rates, name):g}: {source}"

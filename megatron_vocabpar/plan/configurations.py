@@ -11,7 +11,7 @@ Recomputation and an optimizer on the host save memory and cost time. A schedule
 ``MEMORY_SAVERS`` with which it fits, in the order of their bounds.
 
 The same question always has the same answer: nothing depends on the clock.
-Next: ``configuration_tables.py``.
+Next: ``tables.py``, which prints them.
 """
 
 from __future__ import annotations

@@ -1,22 +1,41 @@
-"""Prints a plan on the terminal, and writes it as JSON."""
+"""The answer of ``vocabpar plan``: which choice, for a job that is given or for GPUs, printed or as JSON.
+
+``lab/published_runs.py`` has the errors of such numbers against published runs.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vocabpar.plan.advice import flags_of, reasons, redistribution, remedies
+from megatron_vocabpar.plan.advice import (
+    binds,
+    channels,
+    flags_of,
+    gain,
+    headline,
+    model_notes,
+    nothing_fits,
+    reasons,
+    redistribution,
+    remedies,
+    shares,
+    shown,
+    sizes_of,
+    stock_best,
+    summary,
+)
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
-from megatron_vocabpar.plan.job import Job, refused
+from megatron_vocabpar.plan.configurations import MOST, Question
+from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.stock_choices import stock_choices
 from megatron_vocabpar.plan.verdict import verdict
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -43,25 +62,37 @@ _HEADS = {
     "workspaces": "work",
     "outside": "CUDA",
 }
+_OF_A_JOB = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
+_BINDS, _WIDE = "what binds it", 110  # columns of a terminal where each row says so
+_OF_GPUS = (*("t", "p", "d", "c", "e", "b", "m", "schedule", "memory", "ms", "MFU %", "GiB"), _BINDS)
+_WORDS = ("family", "method", "fits", "schedule", "memory", _BINDS)  # columns that are no numbers
 
 
 @dataclass(frozen=True)
-class Advice:
-    """A request and its answer; if nothing fits, ``best`` is None and ``remedies`` has lines.
+class Answer:
+    """What was asked, and what is recommended.
 
-    ``notes`` are the arguments and properties of the model that the answer leaves out.
+    Attributes:
+        heading: the question, in lines.
+        asked: the question, for JSON.
+        choices: the rows of the table.
+        best: the recommended one; None if nothing fits.
+        of_gpus: rows differ in how the model is spread, and not only in the schedule of one job.
+        reasons, remedies, notes: sentences; remedies are what would fit where nothing does, and notes are the
+            arguments and properties of the model that the answer leaves out.
     """
 
-    request: Request
-    choices: tuple[Choice, ...]
+    heading: Sequence[str]
+    asked: dict[str, Any]
+    choices: Sequence[Choice]
     best: Choice | None
-    flags: tuple[str, ...]
-    reasons: tuple[str, ...]
-    remedies: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    of_gpus: bool = False
+    reasons: Sequence[str] = ()
+    remedies: Sequence[str] = ()
+    notes: Sequence[str] = field(default=())
 
 
-def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> Advice:
+def answer_for_job(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> Answer:
     """Try every choice, in ``workers`` processes; the best of them, or what would make one fit.
 
     Raises:
@@ -70,22 +101,75 @@ def advise(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> 
     for problem in refused(request.model, request.job):
         raise ValueError(problem)
     choices = (*all_choices(request, workers=workers), *stock_choices(request))
-    best, all_notes = best_of(choices), (*notes, *model_notes(request.model))
+    best = best_of(choices)
+    judged = verdict([choice for choice in choices if choice.exact and choice.fits])
+    why = reasons(choices, best) if best else redistribution(choices)
+    return Answer(
+        summary(request),
+        {name: asdict(getattr(request, name)) for name in ("model", "job", "hardware")}
+        | {"limit_gib": request.limit_gib},
+        choices,
+        best,
+        reasons=[*why, *([str(judged)] if best and judged else [])],
+        remedies=() if best else remedies(request),
+        notes=[*notes, *model_notes(request.model)],
+    )
+
+
+def answer_for_gpus(question: Question, found: Sequence[Choice], notes: Sequence[str] = ()) -> Answer:
+    """The best configurations and Megatron's best, with the reasons for the first."""
+    judged = verdict(found)
+    lines = [gain(found), str(judged or ""), *(channels(found[0]) if found else ())]
+    return Answer(
+        [headline(question)],
+        {name: asdict(getattr(question, name)) for name in ("model", "hardware")}
+        | {"gpus": question.gpus, "global_batch_size": question.batch, "limit_gib": question.limit_gib}
+        | {"fixed": dict(question.fixed)},
+        shown(found),
+        found[0] if found else None,
+        of_gpus=True,
+        reasons=[
+            *filter(None, lines),
+            f"Times are estimates; --sources says where each number is from; {MOST} configurations at most",
+        ],
+        remedies=() if found else [nothing_fits(question)],
+        notes=[*notes, *model_notes(question.model)],
+    )
+
+
+def print_answer(answer: Answer, console: Console) -> None:
+    """Print the table, for one job the memory of each rank, the reasons and the flags."""
+    best, wide = answer.best, console.width >= _WIDE
+    lines = list(answer.heading)
+    if answer.of_gpus and best is None:
+        lines += answer.remedies
+    for line in lines:
+        console.print(Text(line))
+    if answer.of_gpus and best is None:
+        return
+    console.print(_table(answer, wide))
+    if not answer.of_gpus:
+        for choice in answer.choices:
+            if choice.problem:
+                console.print(Text(f"{choice.name}: {choice.problem}"))
+        for choice in dict.fromkeys(filter(None, (best, answer.choices[0]))):
+            if not choice.problem:
+                console.print(Text(f"{choice.name}: GiB of each rank at its peak"))
+                console.print(_memory_table(choice))
+    sizes = f" with {sizes_of(best.request.job)}" if best and answer.of_gpus else ""
+    console.print(Text(f"Recommended: {best.name}{sizes}" if best else "Nothing fits. What would:"))
+    why = [f"{_BINDS.capitalize()}: {binds(best)}"] if best and answer.of_gpus and not wide else []
     if best is None:
-        why, changes = redistribution(choices), remedies(request)
-        return Advice(request, choices, None, (), tuple(why), tuple(changes), all_notes)
-    judged = verdict([one for one in choices if one.exact and one.fits])
-    why = [*reasons(choices, best), *([str(judged)] if judged else [])]
-    return Advice(request, choices, best, tuple(flags_of(best)), tuple(why), (), all_notes)
-
-
-def model_notes(model: Model) -> list[str]:
-    """What has to be known of the model's flags, in sentences."""
-    if not model.softcap:
-        return []
-    return [
-        f"Its softcap of logits, {model.softcap:g}, is a flag of methods that partition the vocabulary alone."
-    ]
+        why += answer.remedies or ("nothing that was tried; use more GPUs or a smaller model",)
+    for line in (*why, *answer.reasons, *answer.notes):
+        console.print(Text(f"- {line}"))
+    if best is None:
+        return
+    print(f"\n{folded(flags_of(best))}")  # as it is, for copying
+    stock = stock_best(answer.choices) if answer.of_gpus else None
+    if stock is not None and stock is not best:
+        console.print(Text("\nMegatron by itself:"))
+        print(folded(flags_of(stock)))
 
 
 def folded(flags: Sequence[str], width: int = 96) -> str:
@@ -98,65 +182,16 @@ def folded(flags: Sequence[str], width: int = 96) -> str:
     return " \\\n".join(lines)
 
 
-def summary(request: Request) -> list[str]:
-    """Two lines: the model, then the job, its GPUs and the source of its times."""
-    model, job, gpu = request.model, request.job, request.hardware
-    shape = f"V {model.vocab:,}, H {model.hidden:,}, L {model.layers}, s {model.seq_length:,}"
-    times = "measured costs" if request.measured else "estimated from its data sheet"
-    return [
-        f"{model.name}: {model.parameters / 1e9:.1f} B parameters, {shape}",
-        f"{sizes_of(job)}: {job.gpus} {gpu.name}, {request.limit_gib:.1f} GiB each; {job.m} microbatches of "
-        f"{job.micro_batch}; times {times}",
-    ]
+def _table(answer: Answer, wide: bool) -> Table:
+    possible = [choice for choice in answer.choices if not choice.problem]
+    if not answer.of_gpus:
+        return text_table([_OF_A_JOB, *(_cells_of_job(choice, answer.best) for choice in possible)], _WORDS)
+    rows = [_OF_GPUS, *map(cells, possible)]
+    return text_table([row if wide else row[:-1] for row in rows], _WORDS)
 
 
-def sizes_of(job: Job) -> str:
-    """A job's sizes and its unusual settings: ``p 8, t 1, d 1, recompute full``."""
-    sizes = [f"p {job.p}", f"t {job.t}", f"d {job.d}"]
-    sizes += [f"c {job.c}"] if job.c > 1 else []
-    sizes += [f"e {job.e}"] if job.e > 1 else []
-    sizes += [f"recompute {job.recompute}"] if job.recompute != "none" else []
-    sizes += ["distributed optimizer"] if job.distributed_optimizer else []
-    sizes += ["optimizer on the host"] if job.offload else []
-    return ", ".join(sizes + (["fp8"] if job.fp8 else []))
-
-
-def print_advice(advice: Advice, console: Console) -> None:
-    """Print the table, the memory of each rank, the reasons and the flags."""
-    request, best = advice.request, advice.best
-    for line in summary(request):
-        console.print(Text(line))
-    console.print(_choices_table(advice))
-    for choice in advice.choices:
-        if choice.problem:
-            console.print(Text(f"{choice.name}: {choice.problem}"))
-    for choice in dict.fromkeys(filter(None, (best, advice.choices[0]))):
-        if not choice.problem:
-            console.print(Text(f"{choice.name}: GiB of each rank at its peak"))
-            console.print(_memory_table(choice))
-    if best is None:
-        console.print(Text("Nothing fits. What would:"))
-        for line in advice.remedies or ("nothing that was tried; use more GPUs or a smaller model",):
-            console.print(Text(f"- {line}"))
-        for line in (*advice.reasons, *advice.notes):
-            console.print(Text(f"- {line}"))
-        return
-    console.print(Text(f"Recommended: {best.name}"))
-    for line in (*advice.reasons, *advice.notes):
-        console.print(Text(f"- {line}"))
-    console.print()
-    print(folded(advice.flags))  # as it is, for copying
-
-
-def _choices_table(advice: Advice) -> Table:
-    headings = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
-    rows = [_cells(choice, advice.best) for choice in advice.choices if not choice.problem]
-    return text_table([headings, *rows], ("family", "method", "fits"))
-
-
-def _cells(choice: Choice, best: Choice | None) -> list[str]:
+def _cells_of_job(choice: Choice, best: Choice | None) -> list[str]:
     totals = [stage.total / GIB for stage in choice.stages]
-    mark = "best" if choice == best else "yes" if choice.fits else "no"
     return [
         choice.family,
         choice.method,
@@ -165,7 +200,23 @@ def _cells(choice: Choice, best: Choice | None) -> list[str]:
         f"{choice.tokens_per_s:,.0f}",
         f"{100 * choice.idle:.1f}",
         f"{min(totals):.1f}–{max(totals):.1f}",
-        mark,
+        "best" if choice == best else "yes" if choice.fits else "no",
+    ]
+
+
+def cells(choice: Choice) -> list[str]:
+    """A row of the table: seven sizes, the schedule, what saves memory, ms, MFU, GiB, what binds it."""
+    job = choice.request.job
+    saved = [job.recompute] if job.recompute != "none" else []
+    saved += ["host step"] if job.offload else []
+    return [
+        *map(str, (job.t, job.p, job.d, job.c, job.e, job.micro_batch, job.m)),
+        choice.name,
+        ", ".join(saved) or "-",
+        f"{choice.iteration_ms:,.0f}",
+        f"{100 * choice.mfu:.1f}",
+        f"{choice.peak_gib:.0f}",
+        binds(choice),
     ]
 
 
@@ -179,22 +230,21 @@ def _memory_table(choice: Choice) -> Table:
     return text_table(rows, ())
 
 
-def advice_json(advice: Advice) -> str:
+def answer_json(answer: Answer) -> str:
     """The whole answer as one JSON object; memory in GiB."""
-    request = advice.request
+    best = answer.best
+    judged = verdict([choice for choice in answer.choices if choice.fits])
     return json.dumps(
         {
-            "model": asdict(request.model),
-            "job": asdict(request.job),
-            "hardware": asdict(request.hardware),
-            "limit_gib": request.limit_gib,
-            "choices": [_choice_json(choice) for choice in advice.choices],
-            "recommended": advice.best and {"method": advice.best.method, "family": advice.best.family},
-            "costs": advice.best and passes_of(advice.best).to_dict(),
-            "why": advice.reasons,
-            "flags": advice.flags,
-            "would_fit": advice.remedies,
-            "notes": advice.notes,
+            **answer.asked,
+            "verdict": {"gains": judged.gains, "undecided": judged.reason} if judged else None,
+            "choices": [_choice_json(choice) for choice in answer.choices],
+            "recommended": best and {"method": best.method, "family": best.family},
+            "costs": best and passes_of(best).to_dict(),
+            "why": answer.reasons,
+            "flags": flags_of(best) if best else [],
+            "would_fit": answer.remedies,
+            "notes": answer.notes,
         },
         indent=1,
     )
@@ -215,13 +265,20 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
         return {**head, "problem": choice.problem}
     return {
         **head,
+        "job": asdict(choice.request.job),
+        "stock": choice.stock,
         "iteration_ms": choice.iteration_ms,
+        "other_ms": choice.other_ms,
+        "exact": choice.exact,
         "mfu": choice.mfu,
         "tokens_per_s": choice.tokens_per_s,
         "idle": choice.idle,
         "fits": choice.fits,
         "peak_gib": choice.peak_gib,
         "stages_gib": [_gib(vars(stage)) for stage in choice.stages],
+        "shares": shares(choice),
+        "binds": binds(choice),
+        "flags": flags_of(choice),
     }
 
 

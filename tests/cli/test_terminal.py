@@ -12,12 +12,11 @@ from megatron_vocabpar.doctor.result import Result
 from megatron_vocabpar.doctor.table import print_table
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
-from megatron_vocabpar.plan.configuration_tables import cells, print_configurations
 from megatron_vocabpar.plan.configurations import Question
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.tables import Advice, print_advice
+from megatron_vocabpar.plan.tables import Answer, answer_for_gpus, cells, print_answer
 from megatron_vocabpar.text_tables import console
 from megatron_vocabpar.train.tables import Summary, as_text, summary_table
 
@@ -51,8 +50,7 @@ def all_in(shown: str, words: list[str]) -> None:
 
 
 def test_a_plan(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
-    request = Request(model_preset("llama-3.2-3b"), Job(p=4, m=8), hardware_named("A100"), 80.0)
-    print_advice(Advice(request, (choice,), choice, (), (), (), ()), console(100))
+    print_answer(Answer((), {}, (choice,), choice), console(100))
     all_in(capsys.readouterr().out, ["1,234,567", "123.8", f"{9 * 123.75:.1f}", "interleaved"])
 
 
@@ -61,7 +59,7 @@ def test_a_search(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
     request = Request(model_preset("llama-3.2-3b"), job, hardware_named("A100"), 80.0)
     found = replace(choice, request=request, needed_gib=99.0)
     question = Question(request.model, request.hardware, 1 << 20, 16384, 80.0)
-    print_configurations(question, [found], (), console(150))
+    print_answer(answer_for_gpus(question, [found]), console(150))
     table = capsys.readouterr().out.partition("--pipeline-model-parallel-size")[0]
     all_in(table, [word for cell in cells(found)[:-1] for word in cell.split()])
 

@@ -16,9 +16,9 @@ from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan import choices as choosing
 from megatron_vocabpar.plan import configurations as planning
 from megatron_vocabpar.plan import stock_choices as playing
+from megatron_vocabpar.plan.advice import binds, shares, shown, sources, stock_best
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, choices_of, in_full
-from megatron_vocabpar.plan.configuration_tables import binds, shares, shown, sources, stock_best
 from megatron_vocabpar.plan.configurations import (
     Question,
     best_configurations,
@@ -242,9 +242,9 @@ def test_the_verb_prints_the_best_and_its_flags() -> None:
     assert "NVIDIA H100 SXM data sheet" in result.output
     assert max(map(len, result.output.splitlines())) <= 160
     data = json.loads(CliRunner().invoke(main, [*words[:-1], "--format", "json"]).output)
-    times = [one["iteration_ms"] for one in data["found"]]
+    times = [one["iteration_ms"] for one in data["choices"]]
     assert times[0] == min(times)
-    assert sum(data["found"][0]["shares"].values()) < 1
+    assert sum(data["choices"][0]["shares"].values()) < 1
 
 
 def test_nothing_fits_ends_with_1_and_says_what_to_change() -> None:
