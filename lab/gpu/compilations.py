@@ -50,9 +50,7 @@ def compiled(
                 member=0,
             )[0]
             x = torch.randn(known.tokens, hidden, device=device).to(torch.bfloat16)
-            state, stats = output_forward(
-                x, weight, known.labels, ranges[0], ShardOptions(), owned=known.owned_targets
-            )
+            state, stats = output_forward(x, weight, known.targets, ranges[0], ShardOptions())
             softmax = merge_stats(torch.stack([stats] * p))
             slopes = Slopes(torch.full((len(x),), -1.0, device=device))
             assert state is not None

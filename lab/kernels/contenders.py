@@ -38,7 +38,7 @@ def output_contenders(layer: OutputLayer, mean_loss: float) -> tuple[dict[str, C
 def _frozen(layer: OutputLayer, i: int) -> None:
     """vocab-1 without the weight gradient, which a frozen weight does not get."""
     state, softmax = layer.s(i, VOCAB_1)
-    state.input_gradient(softmax, Slopes(-layer.g))
+    state.input_gradient(softmax, Slopes(layer.g))
 
 
 def _published(layer: OutputLayer, algorithm: int, i: int) -> None:

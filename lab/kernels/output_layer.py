@@ -26,7 +26,7 @@ from megatron_vocabpar.layers.output.plain import (
 )
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.softmax_stats import merge_stats
-from megatron_vocabpar.layers.targets import owned_targets, target_rows
+from megatron_vocabpar.layers.targets import shard_targets
 from megatron_vocabpar.schedule.words.methods import VOCAB_1, VOCAB_2
 
 BUCKETS = (0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
@@ -94,7 +94,7 @@ class OutputLayer:
         true_rows = self.weight[: shard.valid_rows]
         self.inputs = [Inputs(*confident_inputs(n, true_rows, generator, dtype)) for _ in range(ROTATED)]
         # As in training, they are known before S, which would wait for the device to find them.
-        self.owned = [owned_targets(target_rows(each.targets, shard)) for each in self.inputs]
+        self.targets = [shard_targets(each.targets, shard) for each in self.inputs]
         self.g = torch.full((n,), 1 / n, device=device)
         self.main_grad = torch.zeros(shard.rows, hidden, device=device)
         # As in training, exponentials overwrite those of an earlier microbatch.
@@ -107,25 +107,22 @@ class OutputLayer:
         layer.inputs = [
             Inputs(x, torch.where(is_owned, targets, self.shard.stop)) for x, targets in self.inputs
         ]
-        layer.owned = [owned_targets(target_rows(each.targets, self.shard)) for each in layer.inputs]
+        layer.targets = [shard_targets(each.targets, self.shard) for each in layer.inputs]
         return layer
 
     def s(self, i: int, method: str) -> tuple[OutputState | BlockState, Softmax]:
         """Pass S on inputs ``i``, and what C1 makes of it on one rank."""
-        mode, inputs, owned = METHODS[method], self.inputs[i], self.owned[i]
+        mode, inputs, targets = METHODS[method], self.inputs[i], self.targets[i]
         state: OutputState | BlockState | None
         if mode.invariant:
-            state, stats = invariant.output_forward(
-                inputs.x, self.weight, inputs.targets, self.shard, owned=owned
-            )
+            state, stats = invariant.output_forward(inputs.x, self.weight, targets, self.shard)
         else:
             state, stats = output_forward(
                 inputs.x,
                 self.weight,
-                inputs.targets,
+                targets,
                 self.shard,
                 ShardOptions(with_input_gradient=mode.with_a, recompute=mode.recompute),
-                owned=owned,
                 e=None if mode.recompute else self.exponentials,
             )
         assert state is not None
@@ -133,7 +130,7 @@ class OutputLayer:
 
     def t(self, state: OutputState | BlockState, softmax: Softmax) -> Tensor:
         """Pass T, and in vocab-1 TW: adds to ``main_grad``, returns dX [n, H]."""
-        slopes = Slopes(-self.g)
+        slopes = Slopes(self.g)
         if isinstance(state, BlockState):
             state.add_weight_gradient(softmax, slopes, self.main_grad)
             return state.input_gradient(softmax, slopes).value()

@@ -8,16 +8,18 @@ the operands are converted first. ``tests/layers/cuda_products.py`` says what ea
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from megatron_vocabpar.layers import waves
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _TRANSIENT_BYTES = 32 * 2**20  # fits into an L2 of 40 MB or more
@@ -44,11 +46,23 @@ def result_dtype(operand: torch.dtype) -> torch.dtype:
     raise ValueError(f"operands in {operand}: use bfloat16, float16, float32 or float64")
 
 
-@contextmanager
-def exact() -> Iterator[None]:
-    """Turn off autograd, and autocast, which would round operands and results to 16 bits."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
+def exact(function: Callable[P, T]) -> Callable[P, T]:
+    """``function`` without autograd, and without autocast, which would round operands and results to 16 bits.
+
+    Where both are off, as in a pipeline's passes, it costs the host a look at each, and no context manager.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return run(*args, **options)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return function(*args, **options)
+        return function(*args, **options)
+
+    return run
 
 
 def largest_size(values: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """The numbers of a token's softmax, and the one gradient that every loss made of them has.
 
-    logprob  Y_target - lse          lse      logsumexp_j Y_j
+    nll      lse - Y_target          lse      logsumexp_j Y_j
     entropy  lse - sum_j p_j Y_j     mean     (1/V) sum_j Y_j      (j over the V true ids)
 
 Cross-entropy, z-loss, label smoothing, PPO and an entropy bonus are arithmetic on these. With the slopes g of
 a loss by each number, its gradient by a logit is
 
-    dY_j = p_j (g_lse - g_logprob - g_entropy (ln p_j + entropy)) + g_logprob [j = target] + g_mean / V
+    dY_j = p_j (g_lse + g_nll - g_entropy (ln p_j + entropy)) - g_nll [j = target] + g_mean / V
 
 The first two are in every softmax, all others are *extras*: each has a file in ``extras/`` that says how
 shards join and what its slope adds to dY. For example the entropy's adds the terms with g_entropy above.
@@ -14,7 +14,7 @@ shards join and what its slope adds to dY. For example the entropy's adds the te
 A shard has stored ``E_j = exp(Y_j) / 2^k``, with the target's entry zero. So ``p_j = c E_j`` with
 ``c = 2^(k - K) / S``, and its part of the gradient is ``row E_j``, and what extras add; the target gets
 ``target`` besides, which comes exactly from the sums: 1 - p_target is never computed as a difference. For
-example, the cross-entropy has g_logprob = -g alone: ``row = g c`` and ``target = g (p_target - 1)``.
+example, the cross-entropy has g_nll = g alone: ``row = g c`` and ``target = g (p_target - 1)``.
 
 Next: ``softmax_stats.py``, how shards join; ``extras/extra.py``; ``token_loss.py``.
 """
@@ -49,9 +49,12 @@ class Summary(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """The gradient of a loss by each number of ``Summary``: [n] each; None, or no name, is 0."""
+    """The gradient of a loss by each number: [n] each; None, or no name, is 0.
 
-    logprob: Tensor
+    By the nll and not by ``Summary.logprob``, as it is then the gradient of a cross-entropy's loss itself.
+    """
+
+    nll: Tensor
     lse: Tensor | None = None
     extras: Mapping[str, Tensor] = NO_EXTRAS
 
@@ -60,7 +63,7 @@ class Slopes(NamedTuple):
         if factor == 1:
             return self
         lse = None if self.lse is None else self.lse * factor
-        return Slopes(self.logprob * factor, lse, {name: g * factor for name, g in self.extras.items()})
+        return Slopes(self.nll * factor, lse, {name: g * factor for name, g in self.extras.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +102,30 @@ def empty_softmax(n: int, dtype: torch.dtype, device: torch.device, *, whole: bo
 
 
 class RowGradient(NamedTuple):
-    """dY of one shard in factors, fp32 (fp64 for fp64), without what extras add.
+    """dY of one shard in factors, fp32 (fp64 for fp64).
 
     Attributes:
         row: [..., n] what the exponentials are multiplied by.
-        target: [m] the gradients at the targets asked for.
+        target: [n] the gradients at the targets.
     """
 
     row: Tensor
     target: Tensor
 
 
+class TokenGradient(NamedTuple):
+    """The arguments of ``row_gradient``, for kernels that compute the factors where they use them."""
+
+    softmax: Softmax
+    slopes: Slopes
+    k: Tensor
+    target_slope: Tensor | None = None
+
+
 def row_gradient(
     softmax: Softmax,
     slopes: Slopes,
     k: Tensor,
-    tokens: Tensor | None = None,
     target_slope: Tensor | None = None,
     *,
     rest: Tensor | None = None,
@@ -123,22 +134,20 @@ def row_gradient(
 
     Args:
         softmax: of all shards.
-        slopes: of the loss. That of the log-probability counts for tokens with a target alone.
+        slopes: of the loss. That of the nll counts for tokens with a target alone.
         k: [..., n] whole offsets of one shard, or of several; perhaps a column of its statistics.
-        tokens: [m] int64 tokens whose targets are asked for; None for all n.
         target_slope: [n] of the softcap at the targets; None without a softcap.
         rest: [..., n]; None is 0.
     """
     target = target_factor(softmax, slopes)
     if target_slope is not None:
         target = target * target_slope
-    at_target = target if tokens is None else target.index_select(0, tokens)
-    return RowGradient(row_factor(softmax, slopes, k, rest), at_target)
+    return RowGradient(row_factor(softmax, slopes, k, rest), target)
 
 
 def row_factor(softmax: Softmax, slopes: Slopes, k: Tensor, rest: Tensor | None = None) -> Tensor:
-    """[..., n] ``c (g_lse - g_logprob)``; 0 where the slopes are 0, or every logit is -inf."""
-    slope = 0 - torch.where(softmax.valid, slopes.logprob.to(softmax.total.dtype), 0)
+    """[..., n] ``c (g_lse + g_nll)``; 0 where the slopes are 0, or every logit is -inf."""
+    slope = torch.where(softmax.valid, slopes.nll.to(softmax.total.dtype), 0)
     if slopes.lse is not None:
         slope = slope + slopes.lse
     scale = probability_scale(softmax, k, rest)
@@ -146,8 +155,8 @@ def row_factor(softmax: Softmax, slopes: Slopes, k: Tensor, rest: Tensor | None 
 
 
 def target_factor(softmax: Softmax, slopes: Slopes) -> Tensor:
-    """[n] ``g_logprob (1 - p_target) + g_lse p_target``."""
-    factor = torch.where(softmax.valid, -slopes.logprob.to(softmax.total.dtype) * softmax.target_deficit, 0)
+    """[n] ``g_nll (p_target - 1) + g_lse p_target``."""
+    factor = torch.where(softmax.valid, slopes.nll.to(softmax.total.dtype) * softmax.target_deficit, 0)
     return factor if slopes.lse is None else factor + slopes.lse * target_probability(softmax)
 
 

@@ -17,8 +17,12 @@ from megatron_vocabpar.layers.kernels.dispatch import exponentials
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.targets import OwnedTargets, local_targets, owned_targets, target_rows
+from megatron_vocabpar.layers.targets import ShardTargets, shard_targets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+Targets = Tensor | ShardTargets
+"""[n] global ids, where any but a true id, such as -100 or a padding id, is an ignored token; or where they
+lie in the shard, as the caller has found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +61,13 @@ class Tokens:
         x: [n, H] hidden states in the operands' dtype.
         shard: the rows of the weight. Products stop at the true ids, so nothing in the padding reaches a
             gradient.
-        target_row: [n] int64 the shard's row of the target; outside [0, valid rows) if another shard owns it.
-        owned: the tokens with a target in this shard.
+        targets: their rows of the shard, and the tokens that it owns.
         options: how S and T compute.
     """
 
     x: Tensor
     shard: VocabRange
-    target_row: Tensor
-    owned: OwnedTargets
+    targets: ShardTargets
     options: ShardOptions
 
     @property
@@ -79,26 +81,33 @@ class Tokens:
 
     def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """[c, P] logits of a chunk of tokens."""
-        x, valid = self.x[rows], self.shard.valid_rows
+        x = part_of(self.x, rows)
         if self.fp8_weight is not None:
-            return self.fp8_weight.logits(x, weight, self.target_row[rows], valid)
+            return self.fp8_weight.logits(x, weight, self.targets.rows[rows], self.shard.valid_rows)
         return product(x, weight.t(), out=out)
+
+    def true_rows(self, matrix: Tensor) -> Tensor:
+        """[P', H] of a weight or a gradient [P, H]."""
+        return part_of(matrix, slice(0, self.shard.valid_rows))
+
+    def true_columns(self, e: Tensor) -> Tensor:
+        """[c, P'] of exponentials [c, P]."""
+        valid = self.shard.valid_rows
+        return e if valid == e.shape[1] else e[:, :valid]
 
     def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
         """Write ``E W`` to ``out`` [c, H], for exponentials [c, P] of any tokens."""
-        valid = self.shard.valid_rows
         if self.fp8_weight is not None:
             out.copy_(self.fp8_weight.input_gradient(e))
         else:
-            product(e[:, :valid], weight[:valid], out=out)
+            product(self.true_columns(e), self.true_rows(weight), out=out)
 
     def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
         """``main_grad += factor * E^T x``, for exponentials [c, P] of any tokens and scaled rows x [c, H]."""
-        valid = self.shard.valid_rows
         if self.fp8_weight is not None:
-            self.fp8_weight.add_weight_gradient_(main_grad, e, x, valid, factor)
+            self.fp8_weight.add_weight_gradient_(main_grad, e, x, self.shard.valid_rows, factor)
         else:
-            add_product_(main_grad[:valid], e[:, :valid].t(), x, factor)
+            add_product_(self.true_rows(main_grad), self.true_columns(e).t(), x, factor)
 
     def exponentials_with(
         self,
@@ -113,7 +122,7 @@ class Tokens:
         # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
         wide = e if self.storage == result_dtype(self.x.dtype) else None
         return self.exponentials(
-            lambda rows: self.logits(weight, rows, None if wide is None else wide[rows]),
+            lambda rows: self.logits(weight, rows, None if wide is None else part_of(wide, rows)),
             e=e, transient=transient, offset=offset, stats=stats,
         )  # fmt: skip
 
@@ -134,37 +143,34 @@ class Tokens:
         n, hidden = self.x.shape
         for rows in product_chunks(self.x.device, n, self.shard.rows, hidden, self.options.rows_per_chunk):
             logits = logits_of(rows)
-            out = None if e is None else e[rows]
+            out = None if e is None else part_of(e, rows)
             if out is None and transient:
                 out = logits if logits.dtype == self.storage else torch.empty_like(logits, dtype=self.storage)
             yield (
                 rows,
                 exponentials(
                     logits,
-                    self.target_row[rows],
+                    part_of(self.targets.rows, rows),
                     self.shard.valid_rows,
-                    None if offset is None else offset[rows],
+                    None if offset is None else part_of(offset, rows),
                     dtype=self.storage,
                     out=out,
-                    stats=None if stats is None else stats[rows],
+                    stats=None if stats is None else part_of(stats, rows),
                     terms=self.options.terms,
                 ),
             )
 
 
 def tokens_of(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    shard: VocabRange,
-    options: ShardOptions,
-    owned: OwnedTargets | None,
+    x: Tensor, weight: Tensor, targets: Targets, shard: VocabRange, options: ShardOptions
 ) -> Tokens:
-    """Check the arguments of S; find the tokens with a target in this shard if ``owned`` is None."""
-    check_arguments(x, weight, targets, shard)
-    if owned is None:
-        owned = owned_targets(target_rows(targets, shard))
-    return Tokens(x, shard, local_targets(targets, shard), owned, options)
+    """Check the arguments of S; find the targets in the shard unless the caller has."""
+    return Tokens(x, shard, check_arguments(x, weight, targets, shard), options)
+
+
+def part_of(tensor: Tensor, rows: slice) -> Tensor:
+    """``tensor[rows]``; without a view if these are all, as a view takes the host as long as a launch."""
+    return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
 
 
 def joined_slopes(slopes: list[Tensor | None]) -> Tensor | None:
@@ -207,8 +213,8 @@ def exponentials_place(place: Tensor | None, x: Tensor, shard: VocabRange, dtype
     return place
 
 
-def check_arguments(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRange) -> None:
-    """Raise a ValueError unless shapes and dtypes of S's arguments fit one another."""
+def check_arguments(x: Tensor, weight: Tensor, targets: Targets, shard: VocabRange) -> ShardTargets:
+    """The targets in the shard; raises a ValueError unless shapes and dtypes of S's arguments fit."""
     if x.dim() != 2 or weight.shape != (shard.rows, x.shape[-1]):
         raise ValueError(
             f"input {tuple(x.shape)} and weight {tuple(weight.shape)}: need [n, H] and [{shard.rows}, H], "
@@ -216,5 +222,7 @@ def check_arguments(x: Tensor, weight: Tensor, targets: Tensor, shard: VocabRang
         )
     if weight.dtype != x.dtype:
         raise ValueError(f"input in {x.dtype}, weight in {weight.dtype}: convert one to the other's dtype")
-    if targets.shape != x.shape[:1]:
-        raise ValueError(f"targets of shape {tuple(targets.shape)} for {x.shape[0]} tokens: flatten to [n]")
+    ids = targets.rows if isinstance(targets, ShardTargets) else targets
+    if ids.shape != x.shape[:1]:
+        raise ValueError(f"targets of shape {tuple(ids.shape)} for {x.shape[0]} tokens: flatten to [n]")
+    return targets if isinstance(targets, ShardTargets) else shard_targets(targets, shard)

@@ -67,4 +67,5 @@ def loss_slopes(
         lse = squared.mul_(grad) if lse is None else lse.addcmul_(squared, grad)
     for name, grad_extra in grad_extras.items():
         extras[name] = torch.where(softmax.valid, grad_extra.to(grad.dtype) * scale, 0)
-    return Slopes(grad * ((smoothing - 1) * scale), lse, extras)
+    factor = (1 - smoothing) * scale
+    return Slopes(grad if factor == 1 else grad * factor, lse, extras)

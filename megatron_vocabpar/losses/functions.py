@@ -127,7 +127,7 @@ def vocab_cross_entropy(
     return reduce_tokens(loss, reduction, _weights(mask, counted, reduction))
 
 
-@exact()
+@exact
 def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     """The id with the largest logit of the whole vocabulary; the smallest of equal ones.
 
@@ -157,7 +157,7 @@ def vocab_argmax(logits: Logits, **layout: Unpack[Layout]) -> Tensor:
     return ids.clamp(min=0).long().view(leading_shape(logits))
 
 
-@exact()
+@exact
 def vocab_target_rank(
     logits: Logits, targets: Tensor, *, ignore_index: int = -100, **layout: Unpack[Layout]
 ) -> Tensor:

@@ -104,7 +104,7 @@ class _Sums(torch.autograd.Function):
     """``apply(divergence, (call_p, call_q), number of p's tensors, *tensors)``: [n]."""
 
     @staticmethod
-    @exact()
+    @exact
     def forward(
         ctx: Any, divergence: Divergence, calls: tuple[Call, Call], split: int, *tensors: Tensor
     ) -> Tensor:
@@ -133,7 +133,7 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    @exact()
+    @exact
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sums, offset_p, total_p, offset_q, total_q, *tensors = ctx.saved_tensors
         calls, split, divergence = ctx.calls, ctx.split, ctx.divergence

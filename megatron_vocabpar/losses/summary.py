@@ -117,7 +117,7 @@ class SoftmaxSummary(torch.autograd.Function):
     """``apply(call, targets, *tensors)``: log-probabilities, their lse, and the call's extras, [n] each."""
 
     @staticmethod
-    @exact()
+    @exact
     def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = call.source(tensors)
         sink = DenseGradients(source) if isinstance(source, DenseSource) and call.keep_exponentials else None
@@ -133,7 +133,7 @@ class SoftmaxSummary(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    @exact()
+    @exact
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         targets, offsets, rests, nll, offset, total, deficit, valid, *tensors = ctx.saved_tensors
@@ -275,7 +275,7 @@ def _backward(
     """The gradients, from exponentials with these offsets: kept ones in the source, or made of its logits."""
     logprob, lse, *of_extras = grads
     of_names = dict(zip((extra.name for extra in call.extras), of_extras, strict=True))
-    slopes = Slopes(logprob, lse, of_names).scaled(1 / call.temperature)
+    slopes = Slopes(-logprob, lse, of_names).scaled(1 / call.temperature)
     row, at_target = row_gradient(softmax, slopes, offsets, rest=rests)
     logs = uniform = None
     if call.entropy:
@@ -333,7 +333,7 @@ def _exponentials(
 def _bound(call: Call, softmax: Softmax, slopes: Slopes) -> Tensor:
     """[n] bounds of |dY_j| and sum_j |dY_j|; NaN for rows that are not finite."""
     assert slopes.lse is not None
-    bound = 2 * torch.where(softmax.valid, slopes.logprob, 0).abs() + slopes.lse.abs()
+    bound = 2 * torch.where(softmax.valid, slopes.nll, 0).abs() + slopes.lse.abs()
     if call.entropy:  # the sum of p |log p + entropy| is at most 2 log V
         bound = bound + 2 * log(max(2, call.vocab_size)) * slopes.extras["entropy"].abs()
     if call.mean:

@@ -76,7 +76,7 @@ class _Bins(torch.autograd.Function):
     """``apply(call, ids, *tensors)``: log-probabilities [n, k] of ids, 0 for -1, and [n] of all others."""
 
     @staticmethod
-    @exact()
+    @exact
     def forward(ctx: Any, call: Call, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         source = call.source(tensors)
         offset, total = normaliser_of(call, source)
@@ -95,7 +95,7 @@ class _Bins(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    @exact()
+    @exact
     def backward(ctx: Any, grad_top: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
         ids, offset, total, rest, *tensors = ctx.saved_tensors
         call = ctx.call

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_vocabpar.layers.embedding import InputPlan
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.targets import OwnedTargets
+from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
 from megatron_vocabpar.runtime.streams import HostCopy, queue_to_device, start_to_host, to_device, to_host
 from megatron_vocabpar.schedule.words.passes import Instruction, parts_of
@@ -60,8 +60,7 @@ class Microbatch:
         by_row: what sorts these; equal rows stay as they are.
         counted: positions ``[n]`` of these rows among ``[(1 + D) b s]``, int64; None if all count.
         counts: the number of such rows in each part into which sequence parallelism cuts the sequence.
-        labels: target ids ``[n]``.
-        owned_targets: the tokens among ``[n]`` whose targets this rank owns.
+        targets: where the ``[n]`` labels lie in this rank's shard.
     """
 
     shape: tuple[int, int, int]
@@ -70,8 +69,7 @@ class Microbatch:
     by_row: torch.Tensor
     counted: torch.Tensor | None
     counts: tuple[int, ...]
-    labels: torch.Tensor
-    owned_targets: OwnedTargets
+    targets: ShardTargets
 
     @property
     def tokens(self) -> int:
@@ -182,32 +180,24 @@ class Microbatches(dict[int, Microbatch]):
         return free
 
     def _plan(self, i: int) -> Microbatch:
-        """What ``plan_input`` and ``owned_targets`` find, in numpy: torch takes five times as long."""
+        """What ``plan_input`` and ``shard_targets`` find, in numpy: torch takes five times as long."""
         shard, sets = self._ranges[self._member], list(self._sets(i))
         orders, counts, owned = zip(*(self._by_owner(ids.ravel()) for _, ids in sets), strict=True)
         rows = (np.concatenate(owned) if len(owned) > 1 else owned[0]) - shard.start
         labels, counted, of_parts = self._counted(i)
         targets = labels - shard.start
-        tokens = np.flatnonzero((targets >= 0) & (targets < shard.valid_rows))
-        targets = targets[tokens]
-        flat = [rows, _sorting(rows, shard), labels, *orders]
-        flat += [tokens, targets, np.arange(len(tokens)), _sorting(targets, shard)]
+        targets[(targets < 0) | (targets >= shard.valid_rows)] = -1
+        tokens = np.flatnonzero(targets >= 0)
+        flat = [rows, _sorting(rows, shard), *orders, targets, tokens[_sorting(targets[tokens], shard)]]
         placed = to_device(flat if counted is None else [*flat, counted], self._device)
-        owned_rows, by_row, labels_there, *placed = placed
+        owned_rows, by_row, *placed = placed
         embedded = tuple(
             EmbeddedTokens(rank, ids.shape, InputPlan(placed.pop(0), number))
             for (rank, ids), number in zip(sets, counts, strict=True)
         )
         places = placed.pop() if counted is not None else None
         return Microbatch(
-            self.shapes[i],
-            embedded,
-            owned_rows,
-            by_row,
-            places,
-            of_parts,
-            labels_there,
-            OwnedTargets(*placed),
+            self.shapes[i], embedded, owned_rows, by_row, places, of_parts, ShardTargets(*placed)
         )
 
     def _sets(self, i: int) -> Iterator[tuple[int, Ids]]:

@@ -109,8 +109,8 @@ def test_a_gpu_gets_the_papers_shapes_and_larger_ones() -> None:
 def test_a_shard_has_the_average_share_of_targets() -> None:
     layer = OutputLayer(64, 16, VocabRange(0, 40, 40), CPU, torch.float32)
     share = layer.with_share(8)
-    assert [len(owned.tokens) for owned in share.owned] == [8] * ROTATED
-    assert [len(owned.tokens) for owned in layer.owned] == [64] * ROTATED
+    assert [len(targets.owned) for targets in share.targets] == [8] * ROTATED
+    assert [len(targets.owned) for targets in layer.targets] == [64] * ROTATED
     owned = share.inputs[0].targets < 40
     found = share.s(0, "vocab-1")[1].nll
     torch.testing.assert_close(found[owned], layer.s(0, "vocab-1")[1].nll[owned])

@@ -24,7 +24,7 @@ from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, S
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.targets import OwnedTargets
+from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from tests.layers.shards import extras_of
@@ -75,9 +75,16 @@ def _kernels(launched: Callable[[str], None]) -> RowKernels:
         launched("merge")
         return empty_softmax(gathered.shape[1], gathered.dtype, gathered.device) if out is None else out
 
-    def row_gradient(softmax: Softmax, slopes: Slopes, k: Tensor, tokens: Tensor, *_: Any) -> RowGradient:
+    def finish(*_: Any) -> None:
+        launched("finish")
+
+    def prepare(main_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+        launched("prepare")
+        return torch.empty_like(x)
+
+    def row_gradient(softmax: Softmax, slopes: Slopes, k: Tensor, *_: Any) -> RowGradient:
         launched("row_gradient")
-        return RowGradient(k.new_empty(len(k)), k.new_empty(len(tokens)))
+        return RowGradient(k.new_empty(len(k)), k.new_empty(len(k)))
 
     return replace(
         REFERENCE,
@@ -86,6 +93,8 @@ def _kernels(launched: Callable[[str], None]) -> RowKernels:
         scale_rows=scale_rows,
         lift=lift,
         scatter_add_rows_=scatter_add_rows_,
+        finish=finish,
+        prepare=prepare,
         merge=merge,
         row_gradient=row_gradient,
     )
@@ -194,8 +203,7 @@ def _run(case: Case) -> None:
     wide = result_dtype(case.dtype)
     x = torch.empty(case.n, case.hidden, dtype=case.dtype)
     weight = torch.empty(case.rows, case.hidden, dtype=case.dtype)
-    targets = torch.empty(case.n, dtype=torch.int64)
-    owned = OwnedTargets(*(torch.empty(case.n // case.ranks, dtype=torch.int64) for _ in range(4)))
+    targets = ShardTargets(*(torch.empty(m, dtype=torch.int64) for m in (case.n, case.n // case.ranks)))
     main_grad = torch.empty(case.rows, case.hidden, dtype=case.main_grad or wide)
     grad_loss = torch.empty(case.n)
     size = case.ranks * case.rows - case.padding
@@ -213,7 +221,6 @@ def _run(case: Case) -> None:
             terms=case.terms,
             fp8_weight=Fp8Weight.of(weight, shard) if case.fp8 else None,
         ),
-        owned=owned,
         extras=extras,
     )
     assert state is not None

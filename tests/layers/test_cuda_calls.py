@@ -103,7 +103,7 @@ def test_8_bit_products_are_ones_that_pytorch_takes(method: str, recompute: bool
 @pytest.mark.parametrize("method", ["vocab-1", "vocab-2"])
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "softcap", "smoothing, z-loss, scale"])
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.bfloat16, 18), (torch.float32, 18), (torch.float16, 28)], ids=str
+    ("dtype", "limit"), [(torch.bfloat16, 10), (torch.float32, 10), (torch.float16, 20)], ids=str
 )
 def test_a_microbatch_has_few_launches(
     monkeypatch: pytest.MonkeyPatch, method: str, terms: LossTerms, dtype: torch.dtype, limit: int
@@ -111,9 +111,9 @@ def test_a_microbatch_has_few_launches(
     """The paper's largest vocabulary, 262144, on eight ranks: two chunks of logits, so 4 launches in them.
 
     fp16's weight gradient comes in 4 parts, which are scaled as they are added. The slopes of further terms
-    of the loss are a dozen small launches of [n], twice in vocab-2.
+    of the loss are a dozen small launches of [n], in dX and in dW.
     """
-    limit += 0 if terms.is_cross_entropy else 28
+    limit += 0 if terms.is_cross_entropy else 30
     monkeypatch.setattr(gemm, "addmm_takes_fp32", lambda version: True)
     case = Case(method, dtype, n=2048, hidden=3072, rows=32768, padding=3, terms=terms)
     launches, _ = run(case)

@@ -43,7 +43,7 @@ def test_each_function_is_served_in_the_dtype_that_it_computes_in(monkeypatch: p
     dispatch.scale_rows(half, torch.ones(2))
     dispatch.scatter_add_rows_(half, first, half[:1])
     narrow = dispatch.merge(torch.zeros(1, 2, 4))
-    dispatch.row_gradient(narrow, Slopes(torch.ones(2).double()), torch.zeros(2), first)
+    dispatch.row_gradient(narrow, Slopes(torch.ones(2).double()), torch.zeros(2))
     assert asked == [torch.float32] * 4
     asked.clear()
     dispatch.exponentials(half.double(), first.repeat(2), 3)
@@ -51,5 +51,5 @@ def test_each_function_is_served_in_the_dtype_that_it_computes_in(monkeypatch: p
     dispatch.scatter_add_rows_(half, first, half[:1].double())
     dispatch.scatter_add_rows_(half.double(), first, half[:1])
     wide = dispatch.merge(torch.zeros(1, 2, 4).double())
-    dispatch.row_gradient(wide, Slopes(torch.ones(2)), torch.zeros(2).double(), first)
+    dispatch.row_gradient(wide, Slopes(torch.ones(2)), torch.zeros(2).double())
     assert asked == [torch.float64] * 6

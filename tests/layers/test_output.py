@@ -11,15 +11,13 @@ from torch import Tensor
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
-from megatron_vocabpar.layers.output.plain import (
-    OutputState,
-    output_forward,
-)
+from megatron_vocabpar.layers.output import plain
+from megatron_vocabpar.layers.output.plain import OutputState, output_forward
 from megatron_vocabpar.layers.partition import (
     VocabRange,
 )
 from megatron_vocabpar.layers.softmax_stats import merge_stats
-from megatron_vocabpar.layers.targets import owned_targets, target_rows
+from megatron_vocabpar.layers.targets import shard_targets
 from tests.support.output_layer import SPLITS, TOLERANCE, H, N, V, batch, even
 
 from . import reference
@@ -53,23 +51,29 @@ def test_equals_the_unsharded_layer(method: str, ranges: tuple[VocabRange, ...],
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("hidden", "shards"), [(4, 2), (16, 2), (16, 4)])
-def test_what_has_fewer_bytes_is_scaled(method: str, dtype: torch.dtype, hidden: int, shards: int) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "shards", "far"), [(4, 2, True), (16, 2, True), (16, 4, True), (16, 4, False)]
+)
+def test_what_has_fewer_bytes_is_scaled(
+    monkeypatch: pytest.MonkeyPatch, method: str, dtype: torch.dtype, hidden: int, shards: int, far: bool
+) -> None:
     """Shards of 20 rows and of 10: more than 2 H of 4, between H and 2 H of 16, and fewer than H."""
+    monkeypatch.setattr(plain, "_WORTH_BYTES", 0 if far else 10**6)
     x, weight, targets, g = batch(dtype)
-    x, weight, widths = x[:, :hidden], weight[:, :hidden].contiguous(), set()
+    x, weight = x[:, :hidden], weight[:, :hidden].contiguous()
+    scaled: list[int] = []
 
     def scale_rows(rows: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
-        widths.add(rows.shape[1])
+        scaled.append(rows.shape[1])
         return REFERENCE.scale_rows(rows, scale, out)
 
     with use_kernels(replace(REFERENCE, scale_rows=scale_rows)):
         result = run(method, x, weight, targets, g, even(shards))
     check(result, reference.output_layer(x, weight, targets, g), TOLERANCE[dtype])
     rows, of_dx = 40 // shards, 2 if dtype == torch.bfloat16 else 1  # dX has twice as many bytes as E
-    in_t = rows < of_dx * hidden and method != "vocab-2" and dtype != torch.float16
-    in_tw = rows < hidden and dtype != torch.float16
-    assert widths == {rows if in_t else hidden, rows if in_tw else hidden}
+    in_t = far and rows < of_dx * hidden and method != "vocab-2" and dtype != torch.float16
+    in_tw = far and rows < hidden and dtype != torch.float16
+    assert scaled == [rows] * (in_t + in_tw) * shards  # by itself; rows of dX and x in other kernels
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -226,13 +230,13 @@ def test_t_runs_late_out_of_order_twice_and_with_another_g(method: str) -> None:
     at_once = []
     for x, _, targets, g in batches:
         states, merged = forward(method, x, weights, targets, ranges)
-        at_once.append(backward(states, merged, Slopes(-g), weights))
+        at_once.append(backward(states, merged, Slopes(g), weights))
     kept = [forward(method, x, weights, targets, ranges) for x, _, targets, _ in batches]
     for i in (2, 0, 1):
         states, merged = kept[i]
-        backward(states, merged, Slopes(-(5 * batches[i][3])), weights)  # another g in between
+        backward(states, merged, Slopes(5 * batches[i][3]), weights)  # another g in between
         for _ in range(2):
-            dx, dw = backward(states, merged, Slopes(-batches[i][3]), weights)
+            dx, dw = backward(states, merged, Slopes(batches[i][3]), weights)
             assert torch.equal(dx, at_once[i][0])
             assert torch.equal(dw, at_once[i][1])
 
@@ -251,14 +255,14 @@ def one_shard(
 def test_main_grad_is_added_to() -> None:
     (_, _, _, g), state, softmax = one_shard(torch.bfloat16)
     main_grad, once = torch.full((V, H), 0.5), torch.zeros(V, H)
-    state.add_weight_gradient(softmax, Slopes(-g), once)
+    state.add_weight_gradient(softmax, Slopes(g), once)
     for _ in range(2):
-        state.add_weight_gradient(softmax, Slopes(-g), main_grad)
+        state.add_weight_gradient(softmax, Slopes(g), main_grad)
     torch.testing.assert_close(main_grad, 0.5 + 2 * once, rtol=1e-6, atol=1e-7)
     with pytest.raises(ValueError, match=r"main_grad of shape \(36, 16\)"):
-        state.add_weight_gradient(softmax, Slopes(-g), torch.zeros(V - 1, H))
+        state.add_weight_gradient(softmax, Slopes(g), torch.zeros(V - 1, H))
     with pytest.raises(ValueError, match=r"main_grad in torch.float16: use torch.float32, or torch.bfloat16"):
-        state.add_weight_gradient(softmax, Slopes(-g), torch.zeros(V, H, dtype=torch.float16))
+        state.add_weight_gradient(softmax, Slopes(g), torch.zeros(V, H, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -268,7 +272,7 @@ def test_main_grad_in_the_operands_dtype(dtype: torch.dtype) -> None:
     ranges = even(2)
     weights = split(weight, ranges)
     states, merged = forward("vocab-1", x, weights, targets, ranges)
-    _, dw = backward(states, merged, Slopes(-g), weights, main_grad_dtype=dtype)
+    _, dw = backward(states, merged, Slopes(g), weights, main_grad_dtype=dtype)
     assert dw.dtype == dtype
     assert reference.relative_error(dw[:V], reference.output_layer(x, weight, targets, g)[2]) < 1e-2
 
@@ -298,7 +302,7 @@ def test_parameters_that_require_grad_are_taken_as_they_are() -> None:
     assert state is not None
     assert not stats.requires_grad
     softmax = merge_stats(stats.unsqueeze(0))
-    assert not state.input_gradient(softmax, Slopes(-g)).requires_grad
+    assert not state.input_gradient(softmax, Slopes(g)).requires_grad
     assert parameter.grad is None
 
 
@@ -306,10 +310,10 @@ def test_parameters_that_require_grad_are_taken_as_they_are() -> None:
 def test_the_input_gradient_goes_where_it_is_told(early: bool) -> None:
     (_, _, _, g), state, softmax = one_shard(torch.bfloat16, with_input_gradient=early)
     place = torch.full((N, H), torch.nan)
-    assert state.input_gradient(softmax, Slopes(-g), out=place) is place
-    assert torch.equal(place, state.input_gradient(softmax, Slopes(-g)))
+    assert state.input_gradient(softmax, Slopes(g), out=place) is place
+    assert torch.equal(place, state.input_gradient(softmax, Slopes(g)))
     with pytest.raises(ValueError, match=r"out of \(60, 16\) torch.bfloat16: dX is"):
-        state.input_gradient(softmax, Slopes(-g), out=place.bfloat16())
+        state.input_gradient(softmax, Slopes(g), out=place.bfloat16())
 
 
 def test_no_tokens() -> None:
@@ -341,19 +345,19 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
     shard = SPLITS["uneven"][1]
     w = split(weight, SPLITS["uneven"])[1]
     place = torch.full((N, shard.rows), torch.nan, dtype=torch.bfloat16)
-    owned = owned_targets(target_rows(targets, shard))
-    plain, stats = output_forward(x, w, targets, shard)
-    given, same = output_forward(x, w, targets, shard, owned=owned, e=place)
+    known = shard_targets(targets, shard)
+    first, stats = output_forward(x, w, targets, shard)
+    given, same = output_forward(x, w, known, shard, e=place)
     assert torch.equal(stats, same)
     assert given.e is place
-    assert given.tokens.owned is owned
+    assert given.tokens.targets is known
     merged = merge_stats(stats.unsqueeze(0))
-    for state in (plain, given):
+    for state in (first, given):
         state_grad = torch.zeros(shard.rows, H)
-        dx = both_gradients(state, merged, Slopes(-g), w, state_grad)
+        dx = both_gradients(state, merged, Slopes(g), w, state_grad)
         expected = torch.zeros(shard.rows, H)
-        plain.add_weight_gradient(merged, Slopes(-g), expected)
-        assert torch.equal(dx, plain.input_gradient(merged, Slopes(-g)))
+        first.add_weight_gradient(merged, Slopes(g), expected)
+        assert torch.equal(dx, first.input_gradient(merged, Slopes(g)))
         assert torch.equal(state_grad, expected)
     with pytest.raises(ValueError, match=r"e of \(3, 4\)"):
         output_forward(x, w, targets, shard, e=place[:3, :4])
@@ -368,7 +372,7 @@ def test_autocast_changes_nothing() -> None:
         state, _ = output_forward(x, weight, targets, shard, ShardOptions(with_input_gradient=True))
         assert state is not None
         main_grad = torch.zeros_like(weight)
-        dx = both_gradients(state, merge_stats(stats.unsqueeze(0)), Slopes(-g), weight, main_grad)
+        dx = both_gradients(state, merge_stats(stats.unsqueeze(0)), Slopes(g), weight, main_grad)
         return [stats, dx, main_grad]
 
     expected = run_passes()

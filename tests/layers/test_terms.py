@@ -167,7 +167,7 @@ def test_slopes_are_those_of_the_loss(terms: LossTerms) -> None:
     softmax = Softmax(-numbers.logprob.detach(), offset, total, offset, torch.ones(9).bool())
     slopes = loss_slopes(softmax, terms, grad)
     found = {
-        "logprob": slopes.logprob,
+        "logprob": -slopes.nll,
         **({} if slopes.lse is None else {"lse": slopes.lse}),
         **slopes.extras,
     }

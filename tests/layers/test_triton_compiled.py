@@ -14,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from megatron_vocabpar.layers.kernels import dispatch
-from megatron_vocabpar.layers.numbers import Slopes, empty_softmax
+from megatron_vocabpar.layers.numbers import Slopes, TokenGradient, empty_softmax
+from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
 
 from .compiled import compile_launches, driver
@@ -100,30 +101,28 @@ def test_lift(capability: int) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("values", DTYPES)
 @pytest.mark.parametrize("into", ["bf16", "fp32"])
-@pytest.mark.parametrize("chosen", [False, True], ids=["IB", "dX, dW"])
-def test_scatter_add_rows(capability: int, values: str, into: str, chosen: bool) -> None:
-    """dX and dW choose their rows and scale them; the embedding's gradient does neither."""
-    rows = torch.zeros(32, dtype=torch.int64)
-    options = {"source": rows, "scale": torch.empty(32)} if chosen else {}
+@pytest.mark.parametrize("scaled", [False, True], ids=["IB", "dW"])
+def test_scatter_add_rows(capability: int, values: str, into: str, scaled: bool) -> None:
+    rows, scale = torch.zeros(32, dtype=torch.int64), torch.empty(32) if scaled else None
+    out, values_ = torch.empty(64, H, dtype=DTYPES[into]), torch.empty(32, H, dtype=DTYPES[values])
     check(
         capability,
-        lambda: dispatch.triton_kernels().scatter_add_rows_(
-            torch.empty(64, H, dtype=DTYPES[into]),
-            rows,
-            torch.empty(32, H, dtype=DTYPES[values]),
-            order=rows,
-            **options,
-        ),
+        lambda: dispatch.triton_kernels().scatter_add_rows_(out, rows, values_, scale, order=rows),
     )
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("lse", [False, True])
-def test_merge_and_row_gradient(capability: int, lse: bool, softcap: bool) -> None:
+def test_kernels_of_the_statistics(capability: int, lse: bool, softcap: bool) -> None:
+    """The merge, and what computes a row's factors."""
     n, kernels = 256, dispatch.triton_kernels()
     stats, softmax = torch.empty(8, n, 4), empty_softmax(n, torch.float32, torch.device("cpu"))
     check(capability, lambda: kernels.merge(stats, softmax))
     slopes = Slopes(torch.empty(n), torch.empty(n) if lse else None)
-    rest = torch.zeros(32, dtype=torch.int64), torch.empty(n) if softcap else None
-    check(capability, lambda: kernels.row_gradient(softmax, slopes, stats[0, :, 0], *rest))
+    gradient = TokenGradient(softmax, slopes, stats[0, :, 0], torch.empty(n) if softcap else None)
+    check(capability, lambda: kernels.row_gradient(*gradient))
+    targets = ShardTargets(*torch.zeros(2, n, dtype=torch.int64))
+    grad, x, weight = torch.empty(n, H), torch.empty(n, H).bfloat16(), torch.empty(64, H).bfloat16()
+    check(capability, lambda: kernels.finish(grad, grad, weight, targets, gradient))
+    check(capability, lambda: kernels.prepare(torch.empty(64, H), x, targets, gradient))

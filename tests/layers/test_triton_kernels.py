@@ -20,8 +20,9 @@ from megatron_vocabpar.layers.exponents import NOTHING
 from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import LEEWAY, Exponentials
-from megatron_vocabpar.layers.numbers import Slopes
+from megatron_vocabpar.layers.numbers import Slopes, TokenGradient
 from megatron_vocabpar.layers.softmax_stats import softmax_place
+from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses import LazyLogits, vocab_logprobs_and_entropy
 from tests.cases import covering
@@ -282,13 +283,13 @@ def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) ->
     close(got.nll.cpu(), expected.nll, atol=1e-30)
     assert n < 6 or expected.nll[4] == 0
 
-    tokens, k = torch.arange(0, n, 3), stats[0, :, 0]
+    k = stats[0, :, 0]
     cap = torch.rand(n) if softcap else None
     for g in (torch.rand(n), torch.rand(n).double(), torch.rand(2 * n)[::2]):
-        slopes = (-g, torch.randn(n)) if lse else (-g,)
-        one = reference_stats.row_gradient(expected, Slopes(*slopes), k, tokens, cap)
+        slopes = (g, torch.randn(n)) if lse else (g,)
+        one = reference_stats.row_gradient(expected, Slopes(*slopes), k, cap)
         there = Slopes(*(slope.to(DEVICE) for slope in slopes))
-        arguments = (None if t is None else t.to(DEVICE) for t in (k, tokens, cap))
+        arguments = (None if t is None else t.to(DEVICE) for t in (k, cap))
         other = kernels.row_gradient(got, there, *arguments)
         close(other.row.cpu(), one.row, rtol=1e-5, atol=1e-37)
         close(other.target.cpu(), one.target, rtol=1e-5, atol=1e-7)  # its parts cancel
@@ -382,15 +383,60 @@ def test_scatter_add_rows(
 
 
 def test_scatter_of_chosen_rows_in_a_known_order() -> None:
-    ids, source, values = torch.tensor([5, 2, 0, 2]), torch.tensor([1, 3, 3, 0]), torch.arange(8.0).view(4, 2)
-    scale, order = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.argsort(ids, stable=True)
-    expected = torch.zeros(6, 2)
-    reference.scatter_add_rows_(expected, ids, values[source], scale)
-    on_device = [tensor.to(DEVICE) for tensor in (ids, values, scale, source, order)]
-    for given in (None, on_device[4]):
-        got = torch.zeros(6, 2, device=DEVICE)
-        dispatch.triton_kernels().scatter_add_rows_(got, *on_device[:3], source=on_device[3], order=given)
+    ids, values = torch.tensor([5, 2, -1, 0, 2]), torch.arange(10.0).view(5, 2)
+    scale, order = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([3, 1, 4, 0])
+    expected = torch.tensor([[24, 28], [0, 0], [4 + 40, 6 + 45], [0, 0], [0, 0], [0, 1]]).float()
+    for kernels, device in ((dispatch.REFERENCE, "cpu"), (dispatch.triton_kernels(), DEVICE)):
+        got = torch.zeros(6, 2, device=device)
+        ids, values, scale, order = (tensor.to(device) for tensor in (ids, values, scale, order))
+        kernels.scatter_add_rows_(got, ids, values, scale, order=order)
         assert torch.equal(got.cpu(), expected)
+
+
+@covering(
+    ("dtype", ROUNDING),
+    ("given", [False, True]),
+    ("lse", [False, True]),
+    ("softcap", [False, True]),
+    (("n", "hidden"), [(1, 1), (20, 5), (9, 1030), (0, 4)]),
+    pairs=True,
+)
+def test_finish_and_prepare(
+    dtype: torch.dtype, given: bool, lse: bool, softcap: bool, n: int, hidden: int
+) -> None:
+    """Factors that are computed in the kernel, or given; with repeated targets, and those of other shards."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(-1, 4, (n,), generator=draw)
+    targets = ShardTargets(rows, torch.argsort(rows, stable=True)[int((rows < 0).sum()) :])
+    x, weight = (torch.randn(size, hidden, generator=draw).to(dtype) for size in (n, 4))
+    source, main_grad = (torch.randn(size, hidden, generator=draw) for size in (n, 4))
+    stats = some_stats(3, n)
+    stats[:, :, 1].nan_to_num_(0.5, posinf=0.5)
+    slopes = Slopes(torch.rand(1).expand(n), torch.randn(n, generator=draw) if lse else None)
+    cap = torch.rand(n, generator=draw) if softcap else None
+    results = []
+    for kernels, device in ((dispatch.REFERENCE, "cpu"), (dispatch.triton_kernels(), DEVICE)):
+        on = partial(_on, device)
+        gradient = TokenGradient(
+            kernels.merge(on(stats)), Slopes(*map(on, slopes[:2])), on(stats)[0, :, 0], on(cap)
+        )
+        factors = kernels.row_gradient(*gradient) if given else gradient
+        there = ShardTargets(*map(on, targets))
+        apart, in_place, only_targets = torch.empty(n, hidden, device=device), on(source), on(source)
+        kernels.finish(apart, on(source), on(weight), there, factors)
+        kernels.finish(in_place, in_place, on(weight), there, factors)
+        kernels.finish(only_targets, None, on(weight), there, kernels.row_gradient(*gradient))
+        added = on(main_grad)
+        scaled = kernels.prepare(added, on(x), there, factors)
+        assert torch.equal(apart, in_place)
+        results.append([tensor.cpu() for tensor in (apart, only_targets, added, scaled)])
+    for expected, got in zip(*results, strict=True):
+        rounding = ROUNDING[expected.dtype]
+        torch.testing.assert_close(got, expected, rtol=max(rounding, 2e-5), atol=1e-5)
+
+
+def _on(device: str, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone().to(device)
 
 
 @covering(

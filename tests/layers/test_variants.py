@@ -21,7 +21,7 @@ from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import even_ranges
-from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
+from megatron_vocabpar.layers.targets import ShardTargets, shard_targets
 from megatron_vocabpar.layers.terms import PLAIN
 from megatron_vocabpar.layers.token_loss import loss_slopes
 
@@ -45,17 +45,17 @@ def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -
         ids, labels = torch.randint(shard.vocab_size, (2, n), generator=generator)
         counted = (torch.rand(n, generator=generator) >= ignored).nonzero().flatten()
         plan, targets = plan_input(ids, ranges), labels[counted]
-        owned = owned_targets(target_rows(targets, shard))
-        lists = owned.tokens, owned.rows, owned.by_token, owned.by_row
         mine = ids[plan.positions(rank)] - shard.start
-        targets, *lists, _, mine, order = staged(targets, *lists, plan.order, mine, mine.argsort(stable=True))
+        pieces = *shard_targets(targets, shard), plan.order, mine, mine.argsort(stable=True)
+        rows, owned, _, mine, order = staged(*pieces)
         x = torch.randn(len(targets), hidden).bfloat16()
         options = ShardOptions(with_input_gradient=with_a, rows_per_chunk=len(targets))
-        state, stats = output_forward(x, weight, targets, shard, options, owned=OwnedTargets(*lists))
+        state, stats = output_forward(x, weight, ShardTargets(rows, owned), shard, options)
         assert state is not None
         softmax = join(stats.new_zeros(RANKS, *stats.shape))
-        slopes = loss_slopes(softmax, PLAIN, torch.ones(len(targets)))
+        slopes = loss_slopes(softmax, PLAIN, torch.ones(1).expand(len(targets)))
         state.input_gradient(softmax, slopes)
+        slopes = loss_slopes(softmax, PLAIN, torch.ones(len(targets)))
         state.add_weight_gradient(softmax, slopes, main_grad)
         embedding_backward(torch.zeros(len(mine), hidden).bfloat16(), mine, main_grad, order)
         yield i

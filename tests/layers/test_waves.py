@@ -12,6 +12,7 @@ import torch
 
 from megatron_vocabpar.layers import gemm
 from megatron_vocabpar.layers.gemm import product_chunks
+from megatron_vocabpar.layers.output.plain import _WORTH_BYTES
 from megatron_vocabpar.layers.partition import padded_vocab_size
 from megatron_vocabpar.layers.waves import (
     H200,
@@ -35,10 +36,10 @@ NARROW = "qwen3-30b-a3b"
 SMALL = "mixtral-8x7b"
 """32,000 ids: what T and TW scale weighs more beside their products."""
 
-BEYOND = {8: {NARROW, SMALL}, 16: {NARROW, SMALL}, 32: {SMALL}}
+BEYOND = {8: {SMALL}, 16: {SMALL}, 32: {SMALL}}
 """The models with higher ratios."""
 
-LAUNCHES = 12  # of a microbatch in vocab-1, beside two per chunk
+LAUNCHES = 5  # of a microbatch in vocab-1, beside two per chunk
 MEMORY = 4.0e12
 
 
@@ -50,9 +51,13 @@ def bare(n: int, ids: int, hidden: int) -> tuple[float, float]:
 def rest(n: int, ids: int, hidden: int) -> float:
     """Seconds of T and TW beside their products: rows of dX in 32 bits and of X in 16 are read and written.
 
-    A shard of few ids has its exponentials read and written in the place of each of them, 16 bits.
+    Where that moves far fewer bytes the exponentials are in their place, 16 bits, by two launches more.
     """
-    return n * (min(4 * ids, 8 * hidden) + min(4 * ids, 4 * hidden)) / MEMORY + LAUNCHES * 2e-6
+    seconds = LAUNCHES * 2e-6
+    for scaled in (8 * n * hidden, 4 * n * hidden):
+        spared = scaled - 4 * n * ids
+        seconds += (scaled - spared) / MEMORY + 4e-6 if spared > _WORTH_BYTES else scaled / MEMORY
+    return seconds
 
 
 def ratio(n: int, ids: int, hidden: int) -> float:

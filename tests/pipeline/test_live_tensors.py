@@ -118,9 +118,7 @@ def planned(rank: int, case: Case) -> list[tuple[int, int, int]]:
 
 def bytes_of(microbatch: Microbatch) -> int:
     """The memory of a plan's tensors."""
-    owned = microbatch.owned_targets
-    tensors = [microbatch.labels, owned.tokens, owned.rows, owned.by_token, owned.by_row]
-    tensors += [microbatch.owned_rows, microbatch.by_row]
+    tensors = [*microbatch.targets, microbatch.owned_rows, microbatch.by_row]
     tensors += [tokens.plan.order for tokens in microbatch.embedded]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())

@@ -124,9 +124,9 @@ def test_rows_that_count() -> None:
     assert [len(part) for part in places] == list(first.counts)
     assert torch.equal(first.take(everywhere), tokens)
     assert sorted(tokens.tolist()) == counted.flatten().nonzero().flatten().tolist()
-    assert torch.equal(first.labels, labels[0].flatten()[tokens])
-    owned = first.owned_targets
-    assert torch.equal(first.labels[owned.tokens], owned.rows + 6)
-    assert len(owned.tokens) == int((first.labels >= 6).sum())
-    back = found.from_rows(0, first.spread(first.labels))
+    ids = labels[0].flatten()[tokens]
+    rows, owned = first.targets
+    assert torch.equal(rows, torch.where(ids >= 6, ids - 6, -1))
+    assert owned.tolist() == sorted((rows >= 0).nonzero().flatten().tolist(), key=rows.tolist().__getitem__)
+    back = found.from_rows(0, first.spread(ids))
     assert torch.equal(back, torch.where(counted, labels[0], 0))

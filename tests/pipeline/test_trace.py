@@ -32,7 +32,7 @@ from megatron_vocabpar.layers import operands
 from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
-from megatron_vocabpar.layers.targets import OwnedTargets
+from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.pipeline import forward_backward, preparation
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners
 from megatron_vocabpar.pipeline.microbatches import Batches, Microbatch, Microbatches
@@ -154,8 +154,23 @@ def _scale_rows(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None =
     return torch.empty_like(x) if out is None else out
 
 
+def _finish(grad: torch.Tensor, source: Any, weight: torch.Tensor, targets: ShardTargets, _: Any) -> None:
+    assert len(grad) == len(targets.rows)
+    assert grad.shape[1] == weight.shape[1]
+
+
+def _prepare(main_grad: torch.Tensor, x: torch.Tensor, targets: ShardTargets, _: Any) -> torch.Tensor:
+    assert len(x) == len(targets.rows)
+    return torch.empty_like(x)
+
+
 KERNELS = replace(
-    REFERENCE, exponentials=_exponentials, scale_rows=_scale_rows, scatter_add_rows_=_scatter_add_rows_
+    REFERENCE,
+    exponentials=_exponentials,
+    scale_rows=_scale_rows,
+    scatter_add_rows_=_scatter_add_rows_,
+    finish=_finish,
+    prepare=_prepare,
 )
 
 
@@ -197,7 +212,6 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
     with unset_fake_temporarily(), torch._C.DisableTorchFunction():
         real = _plan(self, i)
     assert real.counted is None
-    targets = real.owned_targets
     embedded = tuple(
         replace(tokens, plan=replace(tokens.plan, order=_on_device(tokens.plan.order)))
         for tokens in real.embedded
@@ -207,10 +221,7 @@ def _planned(self: Microbatches, i: int) -> Microbatch:
         embedded=embedded,
         owned_rows=_on_device(real.owned_rows),
         by_row=_on_device(real.by_row),
-        labels=_on_device(real.labels),
-        owned_targets=OwnedTargets(
-            *map(_on_device, (targets.tokens, targets.rows, targets.by_token, targets.by_row))
-        ),
+        targets=ShardTargets(*map(_on_device, real.targets)),
     )
 
 

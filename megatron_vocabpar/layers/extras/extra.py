@@ -58,13 +58,10 @@ class Factors(NamedTuple):
     row: Tensor | None = None
     target: Tensor | None = None
 
-    def added_to(self, row: Tensor, target: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``row`` [..., n] and ``target`` with this extra's, the targets of ``tokens`` [m] or of all."""
-        if self.row is not None:
-            row = row + self.row
-        if self.target is not None:
-            target = target + (self.target if tokens is None else self.target.index_select(0, tokens))
-        return row, target
+    def added_to(self, row: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """``row`` [..., n] and ``target`` [n] with this extra's."""
+        row = row if self.row is None else row + self.row
+        return row, target if self.target is None else target + self.target
 
 
 class Extra:
@@ -181,7 +178,7 @@ def place_of(statistics: Tensor, extras: Sequence[Extra]) -> Softmax:
     return replace(place, extras={extra.name: extra.place(place.total) for extra in extras})
 
 
-@exact()
+@exact
 def join(gathered: Tensor, extras: Sequence[Extra] = (), out: Softmax | None = None) -> Softmax:
     """The softmax of all shards, with the extras that are made of columns.
 
@@ -211,7 +208,7 @@ def join(gathered: Tensor, extras: Sequence[Extra] = (), out: Softmax | None = N
     return replace(softmax, extras=numbers)
 
 
-@exact()
+@exact
 def after_join(
     stored: StoredExponentials, softmax: Softmax, extras: Sequence[Extra], exchange: Exchange
 ) -> None:

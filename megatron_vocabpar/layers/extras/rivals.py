@@ -63,7 +63,7 @@ class Rivals(Extra):
         return {"correct": softmax.valid & (softmax.extras[self.name][1] == 0)}
 
 
-@exact()
+@exact
 def likelier_ids(stored: StoredExponentials, softmax: Softmax) -> Tensor:
     """[n] int64: how many of this shard's ids are likelier than the target; 0 for tokens without one.
 

@@ -42,6 +42,8 @@ class RowKernels:
     scale_rows: Callable[..., Tensor]
     lift: Lift
     scatter_add_rows_: InPlace
+    finish: InPlace
+    prepare: Callable[..., Tensor]
     merge: Callable[..., Softmax]
     row_gradient: Callable[..., RowGradient]
     softmax: ModuleType | None = None
@@ -54,6 +56,8 @@ REFERENCE = RowKernels(
     reference.scale_rows,
     reference.lift,
     reference.scatter_add_rows_,
+    reference.finish,
+    reference.prepare,
     reference_stats.merge,
     reference_stats.row_gradient,
 )
@@ -77,6 +81,8 @@ def triton_kernels() -> RowKernels:
         triton_rows.scale_rows,
         triton_rows.lift,
         triton_rows.scatter_add_rows_,
+        triton_rows.finish,
+        triton_rows.prepare,
         triton_stats.merge,
         triton_stats.row_gradient,
     )
@@ -145,5 +151,7 @@ exponentials = _served(reference.exponentials, 0)
 scale_rows = _served(reference.scale_rows, 1)
 lift = _served(reference.lift, 1)
 scatter_add_rows_ = _served(reference.scatter_add_rows_, 0, 2)
+finish = _served(reference.finish, 0)
+prepare = _served(reference.prepare, 0, 1)
 merge = _served(reference_stats.merge, 0)
 row_gradient = _served(reference_stats.row_gradient, 2)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import NOTHING, fraction_power, power_of_two, split_exponent
 from megatron_vocabpar.layers.gemm import result_dtype
-from megatron_vocabpar.layers.numbers import STATS_WIDTH
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, TokenGradient, row_gradient
+from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 HEADROOM = {torch.float16: 14, torch.float8_e4m3fn: 8}
@@ -185,6 +186,8 @@ def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
         scale: [n] fp32 or fp64.
         out: [n, H] like x; None allocates.
     """
+    if out is not None and x.dtype == out.dtype == scale.dtype:
+        return torch.mul(x, scale.unsqueeze(1), out=out)
     scaled = (x.to(scale.dtype) * scale.unsqueeze(1)).to(x.dtype)
     return scaled if out is None else out.copy_(scaled)
 
@@ -213,41 +216,89 @@ def scatter_add_rows_(
     values: Tensor,
     scale: Tensor | None = None,
     *,
-    source: Tensor | None = None,
     order: Tensor | None = None,
 ) -> None:
-    """``out[rows[i]] += scale[i] * values[source[i]]`` in place, repeats in one fixed order.
+    """``out[rows[i]] += scale[i] * values[i]`` in place, repeats in one fixed order.
 
     Args:
         out: [P, H] of any floating dtype. Repeats are summed in fp32 before they are added to a 16-bit one.
-        rows: [m] int64 rows of ``out``, repeats allowed.
-        values: [m, H], or any number of rows with ``source``; of any floating dtype.
-        scale: [m] fp32 or fp64 factors; None is 1.
-        source: [m] int64 rows of ``values``; None is one after the other.
-        order: [m] int64 that sorts ``rows``, with equal ones as they stand; saves a device kernel the sort.
+        rows: [n] int64 rows of ``out``, repeats allowed.
+        values: [n, H] of any floating dtype.
+        scale: [n] fp32 or fp64 factors; None is 1.
+        order: [m] int64 the places i that are added, which sorts their rows; None adds all, as they stand.
     """
+    dtype = result_dtype(out.dtype)
+    narrow = out.dtype != dtype
+    if order is None and narrow:
+        order = rows.argsort(stable=True)
+    if order is not None:
+        rows, values = rows[order], values[order]
+        scale = None if scale is None else scale[order]
     if rows.numel() == 0:
         return
-    dtype = result_dtype(out.dtype)
-    addends = (values if source is None else values.index_select(0, source)).to(dtype)
+    addends = values.to(dtype)
     if scale is not None:
         addends = addends * scale.to(dtype).unsqueeze(1)
-    if out.dtype != dtype:
+    if narrow:
         sums = torch.zeros_like(addends)
-        _accumulate_rows_(sums, _first_of_equals(rows, order), addends)
+        _accumulate_rows_(sums, _first_of_equals(rows), addends)
         addends = sums.to(out.dtype)
     _accumulate_rows_(out, rows, addends)
 
 
-def _first_of_equals(rows: Tensor, order: Tensor | None) -> Tensor:
-    """[m] int64: for each of ``rows`` the place of the first equal one: (7, 3, 7) gives (0, 1, 0).
+def finish(
+    grad: Tensor,
+    source: Tensor | None,
+    weight: Tensor,
+    targets: ShardTargets,
+    gradient: TokenGradient | RowGradient,
+) -> None:
+    """T behind its product: ``grad_i = row_i source_i + target_i weight[rows_i]``.
 
-    Not by ``torch.unique``, for whose number of results the host waits for the device.
+    Args:
+        grad: [n, H] fp32 or fp64, overwritten.
+        source: [n, H] like it, perhaps ``grad`` itself: E W. None: ``grad`` has ``row E W`` already.
+        weight: [P, H], the true rows.
+        targets: of the tokens; only owned ones have a term with the weight.
+        gradient: the factors, or what they are made of.
     """
-    order = rows.argsort(stable=True) if order is None else order
-    by_row, place = rows[order], torch.arange(len(rows), device=rows.device)
-    begins = torch.where(by_row != by_row.roll(1), place, 0).cummax(0).values
-    return torch.empty_like(order).scatter_(0, order, order[begins])
+    row, target = factors(gradient)
+    if source is not None:
+        scale_rows(source, row, grad)
+    tokens = targets.owned
+    addends = weight[targets.rows[tokens]].to(grad.dtype) * target[tokens].unsqueeze(1)
+    _accumulate_rows_(grad, tokens, addends)
+
+
+def prepare(
+    main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: TokenGradient | RowGradient
+) -> Tensor:
+    """TW before its product: ``main_grad[rows_i] += target_i x_i`` of owned targets; returns ``row_i x_i``.
+
+    Args:
+        main_grad: [P, H], the true rows, added to as by ``scatter_add_rows_``.
+        x: [n, H], untouched.
+        targets: of the tokens.
+        gradient: the factors, or what they are made of.
+    """
+    row, target = factors(gradient)
+    scatter_add_rows_(main_grad, targets.rows, x, target, order=targets.owned)
+    return scale_rows(x, row)
+
+
+def factors(gradient: TokenGradient | RowGradient) -> RowGradient:
+    """The factors of a gradient, computed unless they are given."""
+    return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient)
+
+
+def _first_of_equals(rows: Tensor) -> Tensor:
+    """[m] int64: for each of ``rows``, which are sorted, the place of the first equal one.
+
+    For example (3, 7, 7) gives (0, 1, 1). Not by ``torch.unique``, for whose number of results the host waits
+    for the device.
+    """
+    place = torch.arange(len(rows), device=rows.device)
+    return torch.where(rows != rows.roll(1), place, 0).cummax(0).values
 
 
 def _accumulate_rows_(out: Tensor, rows: Tensor, addends: Tensor) -> None:

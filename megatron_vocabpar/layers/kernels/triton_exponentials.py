@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_vocabpar.layers import exponents
+from megatron_vocabpar.layers.kernels.launcher import launched
 from megatron_vocabpar.layers.kernels.reference import HEADROOM, LEEWAY, Exponentials
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
@@ -34,9 +35,6 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 
 _MAX_BLOCK = 4096
 _MAX_BLOCK_SMALL = 2048
-
-FP_FUSION = False
-"""Whatever this Triton's default, sums and products round one by one; ``tl.fma`` alone is fused."""
 
 
 @triton.jit
@@ -134,18 +132,18 @@ def _row_of_exponentials(  # type: ignore[no-untyped-def]
     return tl.sum(total, axis=0), tl.max(highest, axis=0)
 
 
-@triton.jit
+@launched(matrices=2, vectors=4)
 def _exponentials_kernel(  # type: ignore[no-untyped-def]
     logits,  # [n, P] fp32
-    logits_stride,
-    target_row,  # [n] int64
-    offset,  # [n] fp32, read if HAS_OFFSET
-    offset_stride,
     e,  # [n, P] storage dtype, written if STORE
-    e_stride,
+    target_row,  # [n] int64
     stats,  # [n, 4] fp32
-    stats_stride,
+    offset,  # [n] fp32, read if HAS_OFFSET
     target_slope,  # [n] fp32, written if SOFTCAP
+    logits_stride,
+    e_stride,
+    stats_stride,
+    offset_stride,
     columns,  # P
     valid_rows,
     logit_scale,
@@ -227,21 +225,26 @@ def exponentials(
         # element, on sm_90 with Triton 3.6.
         longest = _MAX_BLOCK if softcap is None and columns % 16 == 0 else _MAX_BLOCK_SMALL
         block = min(longest, max(16, triton.next_power_of_2(columns)))
-        _exponentials_kernel[(n,)](
-            logits,
-            logits.stride(0),
-            target_row.contiguous(),
-            logits if offset is None else offset,
-            0 if offset is None else offset.stride(0),
-            logits if out is None else out,
-            0 if out is None else out.stride(0),
-            stats,
-            stats.stride(0),
-            logits if slope is None else slope,
-            columns,
-            valid_rows,
-            float(terms.logit_scale),
-            1.0 if softcap is None else float(softcap),
+        _exponentials_kernel(
+            (n, 1),
+            (
+                logits,
+                logits if out is None else out,
+                target_row.contiguous(),
+                stats,
+                stats if offset is None else offset,
+                stats if slope is None else slope,
+            ),
+            sizes=(
+                logits.stride(0),
+                0 if out is None else out.stride(0),
+                stats.stride(0),
+                0 if offset is None else offset.stride(0),
+                columns,
+                valid_rows,
+                float(terms.logit_scale),
+                1.0 if softcap is None else float(softcap),
+            ),
             HEADROOM=headroom,
             HAS_OFFSET=offset is not None,
             # Storage without headroom has fp32's exponents. E in the logits' place leaves no second pass.
@@ -250,6 +253,5 @@ def exponentials(
             SOFTCAP=softcap is not None,
             BLOCK=block,
             num_warps=8 if block >= 2048 else 4,
-            enable_fp_fusion=FP_FUSION,
         )
     return Exponentials(out, stats, slope)

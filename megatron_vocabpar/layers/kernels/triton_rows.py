@@ -1,6 +1,7 @@
-"""The small row kernels of T, C1 and IB in Triton: scaled rows, and a scatter that adds in a fixed order.
+"""The row kernels of T, TW and IB in Triton: they scale rows, and add rows in a fixed order.
 
-Signatures are those of ``reference.py``. These work on [n, H]; ``triton_exponentials.py`` on [n, P].
+Signatures are those of ``reference.py``. These work on [n, H]; ``triton_exponentials.py`` on [n, P]. Each
+program computes the factors of its row itself: that is a dozen numbers, and spares a launch.
 """
 
 from __future__ import annotations
@@ -10,36 +11,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vocabpar.layers.kernels.triton_exponentials import FP_FUSION, power_of_two
+from megatron_vocabpar.layers.kernels.launcher import launched
+from megatron_vocabpar.layers.kernels.triton_exponentials import power_of_two
+from megatron_vocabpar.layers.kernels.triton_stats import factor_arguments, factors
+from megatron_vocabpar.layers.numbers import RowGradient, TokenGradient
+from megatron_vocabpar.layers.targets import ShardTargets
 
 _BLOCK = 1024
 _COLUMNS, _REPEATS = 512, 4  # of a scatter, chosen by timings on an H200
 
 
-@triton.jit
-def _scale_rows_kernel(  # type: ignore[no-untyped-def]
-    x,  # [n, H]
-    x_stride,
-    scale,  # [n] fp32
+@launched(matrices=3, vectors=10)
+def _finish_kernel(  # type: ignore[no-untyped-def]
     out,  # [n, H]
+    source,  # [n, H], perhaps out
+    weight,  # [P, H], read if TARGETS
+    target_row,  # [n] int64
+    k,  # [n] fp32, as are the next four; the row's factors, unless COMPUTED
+    offset,
+    total,
+    nll,
+    deficit,  # the targets' factors, unless COMPUTED
+    valid,  # [n] boolean
+    slope,  # [n] of the nll
+    lse,  # [n] slopes, read if LSE
+    cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
+    k_stride,
+    slope_stride,
     out_stride,
+    source_stride,
+    weight_stride,
     columns,  # H
+    COMPUTED: tl.constexpr,
+    LSE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(scale + row)
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
-    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+    value = tl.load(source + token * source_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale, factor = factors(
+        token, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+        COMPUTED, LSE, SOFTCAP,
+    )  # fmt: skip
+    if SCALED:
+        value *= scale
+    if TARGETS:
+        target = tl.load(target_row + token)
+        if target >= 0:
+            row = tl.load(weight + target * weight_stride + column, mask=inside, other=0.0)
+            value += factor * row.to(tl.float32)
+    tl.store(out + token * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@launched(matrices=1, vectors=2)
 def _peaks_kernel(  # type: ignore[no-untyped-def]
     x,  # [n, H]
-    x_stride,
     scale,  # [n] fp32
     peaks,  # [n] fp32
+    x_stride,
     columns,  # H
     BLOCK: tl.constexpr,
 ):
@@ -53,7 +86,7 @@ def _peaks_kernel(  # type: ignore[no-untyped-def]
     tl.store(peaks + row, tl.max(largest, axis=0) * tl.abs(tl.load(scale + row)))
 
 
-@triton.jit(do_not_specialize=["n"])
+@launched(matrices=0, vectors=4, counts=1)
 def _lift_kernel(  # type: ignore[no-untyped-def]
     peaks,  # [n] fp32
     scale,  # [n] fp32
@@ -78,76 +111,122 @@ def _lift_kernel(  # type: ignore[no-untyped-def]
     tl.store(undo, 1.0 / power)
 
 
-@triton.jit(
-    do_not_specialize=["count"],
-    do_not_specialize_on_alignment=["rows", "order", "source", "scale"],
-)
-def _scatter_add_kernel(  # type: ignore[no-untyped-def]
+@launched(matrices=3, vectors=11, counts=2)
+def _prepare_kernel(  # type: ignore[no-untyped-def]
     out,  # [P, H]
-    out_stride,
-    rows,  # [m] int64
-    order,  # [m] int64, which makes them ascend
-    values,  # [m, H], or any number of rows if HAS_SOURCE
-    values_stride,
-    source,  # [m] int64 rows of values, read if HAS_SOURCE
-    scale,  # [m] fp32, read if HAS_SCALE
+    x,  # [n, H]
+    scaled,  # [n, H]
+    rows,  # [n] int64
+    order,  # [m] int64 places of rows, which makes them ascend
+    k,  # [n] fp32, as are the next four; the row's factors, unless COMPUTED
+    offset,
+    total,
+    nll,
+    deficit,  # the targets' factors, unless COMPUTED
+    valid,  # [n] boolean
+    slope,  # [n] of the nll
+    lse,  # [n] slopes, read if LSE
+    cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
+    n,  # 0 if rows are only added
     count,  # m
+    k_stride,
+    slope_stride,
+    out_stride,
+    x_stride,
+    scaled_stride,
     columns,  # H
-    HAS_SOURCE: tl.constexpr,
+    COMPUTED: tl.constexpr,
+    LSE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     REPEATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per run of equal rows (the others end at once) and block of columns.
+    """The first n programs scale a row each; then one program per run of equal rows (the others end at once).
 
     ``REPEATS`` entries are read at a time, as loads that don't wait for each other, and added one by one.
     Sums of a tile [REPEATS, BLOCK] would go through shared memory, and were far slower on an H200.
     """
     first = tl.program_id(0)
-    row = tl.load(rows + tl.load(order + first))
-    before = tl.load(rows + tl.load(order + tl.maximum(first - 1, 0)))
-    if (first == 0) | (before != row):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < columns
-        total = tl.zeros([BLOCK], tl.float32)
-        start = first
-        more = start < count
-        while more:
-            for repeat in tl.static_range(REPEATS):
-                place = tl.load(order + tl.minimum(start + repeat, count - 1))
-                more = (start + repeat < count) & (tl.load(rows + place) == row)
-                taken = tl.load(source + place) if HAS_SOURCE else place
-                value = tl.load(values + taken * values_stride + column, mask=inside & more, other=0.0)
-                value = value.to(tl.float32)
-                if HAS_SCALE:
-                    value = value * tl.load(scale + place)
-                total += tl.where(more, value, 0.0)
-            start += REPEATS
-        sums = out + row * out_stride + column
-        total = total.to(out.dtype.element_ty).to(tl.float32)
-        total += tl.load(sums, mask=inside, other=0.0).to(tl.float32)
-        tl.store(sums, total.to(out.dtype.element_ty), mask=inside)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    if first < n:
+        token = first.to(tl.int64)
+        scale, _ = factors(
+            token, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+            COMPUTED, LSE, SOFTCAP,
+        )  # fmt: skip
+        value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+        tl.store(scaled + token * scaled_stride + column, value.to(scaled.dtype.element_ty), mask=inside)
+    else:
+        first -= n
+        row = tl.load(rows + tl.load(order + first))
+        before = tl.load(rows + tl.load(order + tl.maximum(first - 1, 0)))
+        if (first == 0) | (before != row):
+            sums = tl.zeros([BLOCK], tl.float32)
+            start = first
+            more = start < count
+            while more:
+                for repeat in tl.static_range(REPEATS):
+                    place = tl.load(order + tl.minimum(start + repeat, count - 1))
+                    more = (start + repeat < count) & (tl.load(rows + place) == row)
+                    value = tl.load(x + place * x_stride + column, mask=inside & more, other=0.0)
+                    value = value.to(tl.float32)
+                    if HAS_SCALE:
+                        _, factor = factors(
+                            place, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride,
+                            slope_stride, COMPUTED, LSE, SOFTCAP,
+                        )  # fmt: skip
+                        value *= factor
+                    sums += tl.where(more, value, 0.0)
+                start += REPEATS
+            here = out + row * out_stride + column
+            sums = sums.to(out.dtype.element_ty).to(tl.float32)
+            sums += tl.load(here, mask=inside, other=0.0).to(tl.float32)
+            tl.store(here, sums.to(out.dtype.element_ty), mask=inside)
 
 
 def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.scale_rows``, for fp32 factors."""
-    n, columns = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    assert out.stride(1) == 1 or out.shape[1] <= 1, out.stride()
-    if x.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()
-        grid = (n, triton.cdiv(columns, _BLOCK))
-        _scale_rows_kernel[grid](
-            x,
-            x.stride(0),
-            scale.contiguous(),
-            out,
-            out.stride(0),
-            columns,
-            BLOCK=_BLOCK,
-            enable_fp_fusion=FP_FUSION,
-        )
+    _finish(out, x if x.stride(1) == 1 else x.contiguous(), None, RowGradient(scale, scale))
     return out
+
+
+def finish(
+    grad: Tensor,
+    source: Tensor | None,
+    weight: Tensor,
+    targets: ShardTargets,
+    gradient: TokenGradient | RowGradient,
+) -> None:
+    """As ``reference.finish``, for fp32 statistics."""
+    _finish(grad, source, (weight, targets.rows), gradient)
+
+
+def _finish(
+    out: Tensor,
+    source: Tensor | None,
+    targets: tuple[Tensor, Tensor] | None,
+    gradient: TokenGradient | RowGradient,
+) -> None:
+    """Launch ``_finish_kernel``; ``targets`` are the weight and its rows."""
+    n, columns = out.shape
+    if not n or not columns:
+        return
+    assert out.stride(1) == 1 or columns == 1, out.stride()
+    tensors, strides, constants = factor_arguments(gradient)
+    source_ = out if source is None else source
+    weight, rows = (out, tensors[0]) if targets is None else targets
+    _finish_kernel(
+        (n, triton.cdiv(columns, _BLOCK)),
+        (out, source_, weight, rows, *tensors),
+        sizes=(*strides, out.stride(0), source_.stride(0), weight.stride(0), columns),
+        **constants,
+        SCALED=source is not None,
+        TARGETS=targets is not None,
+        BLOCK=_BLOCK,
+    )
 
 
 def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -156,11 +235,10 @@ def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         return scale, None
     n, columns = x.shape
     x, scale = x if x.stride(1) == 1 else x.contiguous(), scale.contiguous()
-    peaks, factors, undo = scale.new_empty(n), scale.new_empty(n), scale.new_empty(1)
-    options = {"BLOCK": _BLOCK, "enable_fp_fusion": FP_FUSION}
-    _peaks_kernel[(n,)](x, x.stride(0), scale, peaks, columns, **options)
-    _lift_kernel[(1,)](peaks, scale, factors, undo, n, **options)
-    return factors, undo
+    peaks, lifted, undo = scale.new_empty(n), scale.new_empty(n), scale.new_empty(1)
+    _peaks_kernel((n, 1), (x, scale, peaks), sizes=(x.stride(0), columns), BLOCK=_BLOCK)
+    _lift_kernel((1, 1), (peaks, scale, lifted, undo), (n,), BLOCK=_BLOCK)
+    return lifted, undo
 
 
 def scatter_add_rows_(
@@ -169,32 +247,49 @@ def scatter_add_rows_(
     values: Tensor,
     scale: Tensor | None = None,
     *,
-    source: Tensor | None = None,
     order: Tensor | None = None,
 ) -> None:
     """As ``reference.scatter_add_rows_``: repeats are summed in fp32, in the order of ``rows``."""
-    assert out.stride(1) == 1 or out.shape[1] <= 1, out.stride()
-    count, columns = len(rows), values.shape[1]
-    if count == 0 or columns == 0:
-        return
-    if order is None:
-        order = torch.argsort(rows, stable=True)
+    order = torch.argsort(rows, stable=True) if order is None else order
     values = values if values.stride(1) == 1 else values.contiguous()
+    scale_ = rows if scale is None else scale.float().contiguous()
+    places, given = ShardTargets(rows.contiguous(), order), RowGradient(scale_, scale_)
+    _prepare(out, values, None, places, given, has_scale=scale is not None)
+
+
+def prepare(
+    main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: TokenGradient | RowGradient
+) -> Tensor:
+    """As ``reference.prepare``, for fp32 statistics."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    scaled = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _prepare(main_grad, x, scaled, targets, gradient)
+    return scaled
+
+
+def _prepare(
+    out: Tensor,
+    x: Tensor,
+    scaled: Tensor | None,
+    targets: ShardTargets,
+    gradient: TokenGradient | RowGradient,
+    has_scale: bool = True,
+) -> None:
+    """Launch ``_prepare_kernel``; without ``scaled`` it only adds rows."""
+    n, count, columns = 0 if scaled is None else len(x), len(targets.owned), x.shape[1]
+    if n + count == 0 or columns == 0:
+        return
+    assert out.stride(1) == 1 or columns == 1, out.stride()
+    tensors, strides, constants = factor_arguments(gradient)
+    scaled = x if scaled is None else scaled
     block = min(_COLUMNS, triton.next_power_of_2(columns))
-    _scatter_add_kernel[(count, triton.cdiv(columns, block))](
-        out,
-        out.stride(0),
-        rows.contiguous(),
-        order.contiguous(),
-        values,
-        values.stride(0),
-        rows if source is None else source.contiguous(),
-        out if scale is None else scale.float().contiguous(),
-        count,
-        columns,
-        HAS_SOURCE=source is not None,
-        HAS_SCALE=scale is not None,
+    _prepare_kernel(
+        (n + count, triton.cdiv(columns, block)),
+        (out, x, scaled, *targets, *tensors),
+        (n, count),
+        (*strides, out.stride(0), x.stride(0), scaled.stride(0), columns),
+        **constants,
+        HAS_SCALE=has_scale,
         REPEATS=_REPEATS,
         BLOCK=block,
-        enable_fp_fusion=FP_FUSION,
     )

@@ -6,19 +6,17 @@ logarithms. One launch each; PyTorch makes dozens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_vocabpar.layers import exponents
-from megatron_vocabpar.layers.kernels.triton_exponentials import (
-    FP_FUSION,
-    exponent,
-    power_of_two,
-    remainder,
-)
-from megatron_vocabpar.layers.numbers import RowGradient, Slopes, Softmax, empty_softmax
+from megatron_vocabpar.layers.kernels.launcher import launched
+from megatron_vocabpar.layers.kernels.triton_exponentials import exponent, power_of_two, remainder
+from megatron_vocabpar.layers.numbers import RowGradient, Slopes, Softmax, TokenGradient, empty_softmax
 
 _LOG2_E = tl.constexpr(exponents.LOG2_E)
 _LN2_HIGH = tl.constexpr(exponents.LN2_HIGH)
@@ -41,21 +39,18 @@ def _log1p(x):  # type: ignore[no-untyped-def]
     return tl.where(y == 1.0, x, tl.log(y) * tl.div_rn(x, y - 1.0))
 
 
-@triton.jit(
-    do_not_specialize=["rank_stride", "n"],
-    do_not_specialize_on_alignment=["nll_out", "offset_out", "total_out", "deficit_out", "valid_out"],
-)
+@launched(matrices=0, vectors=6, counts=2)
 def _merge_kernel(  # type: ignore[no-untyped-def]
     gathered,  # [R, n, 4] fp32
-    rank_stride,
-    token_stride,
     nll_out,  # [n] fp32, as are the next three
     offset_out,
     total_out,
     deficit_out,
-    valid_out,  # [n] uint8
-    ranks,  # R
+    valid_out,  # [n] boolean
     n,
+    rank_stride,
+    ranks,  # R
+    token_stride,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -100,61 +95,66 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(offset_out + token, offset, mask=inside)
     tl.store(total_out + token, total, mask=inside)
     tl.store(deficit_out + token, tl.where(valid, deficit, 0.0), mask=inside)
-    tl.store(valid_out + token, valid.to(tl.uint8), mask=inside)
+    tl.store(valid_out + token, valid, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["n", "m"],
-    do_not_specialize_on_alignment=[
-        "k", "offset", "total", "nll", "deficit", "valid", "logprob", "lse", "tokens", "slope"
-    ],
-)  # fmt: skip
+@triton.jit
+def factors(  # type: ignore[no-untyped-def]
+    token, inside, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+    COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """``numbers.row_gradient`` of tokens inside; unless COMPUTED, ``k`` and ``deficit`` are the factors.
+
+    Who needs only one of the two loads nothing for the other.
+    """
+    row = tl.load(k + token * k_stride, mask=inside, other=0.0)
+    target = tl.load(deficit + token, mask=inside, other=0.0)
+    if COMPUTED:
+        counted = tl.load(valid + token, mask=inside, other=0) != 0
+        g = tl.load(slope + token * slope_stride, mask=inside, other=0.0).to(tl.float32)
+        target = tl.where(counted, g * target, 0.0)
+        g = tl.where(counted, g, 0.0)
+        if LSE:
+            by_lse = tl.load(lse + token, mask=inside, other=0.0).to(tl.float32)
+            g += by_lse
+            target += tl.where(counted, by_lse * tl.exp(-tl.load(nll + token, mask=inside, other=0.0)), 0.0)
+        if SOFTCAP:
+            target *= tl.load(cap + token, mask=inside, other=0.0)
+        s = tl.load(total + token, mask=inside, other=1.0)
+        scale = tl.div_rn(power_of_two(row - tl.load(offset + token, mask=inside, other=0.0)), s)
+        row = tl.where((g != 0.0) & (s != 0.0), scale * g, 0.0)
+    return row, target
+
+
+@launched(matrices=0, vectors=11, counts=1)
 def _row_gradient_kernel(  # type: ignore[no-untyped-def]
     k,  # [n] fp32
-    k_stride,
     offset,  # [n] fp32, as are the next three
     total,
     nll,
     deficit,
-    valid,  # [n] uint8
-    logprob,  # [n] slopes
-    lse,  # [n], read if LSE
-    tokens,  # [m] int64
-    slope,  # [n] fp32, read if SOFTCAP
+    valid,  # [n] boolean
+    slope,  # [n] of the nll
+    lse,  # [n] slopes, read if LSE
+    cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
     row_out,  # [n] fp32
-    target_out,  # [m] fp32
+    target_out,  # [n] fp32
     n,
-    m,
+    k_stride,
+    slope_stride,
+    COMPUTED: tl.constexpr,
     LSE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-
-    # of the exponentials: every token
-    inside = entry < n
-    counted = tl.load(valid + entry, mask=inside, other=0) != 0
-    g = 0.0 - tl.where(counted, tl.load(logprob + entry, mask=inside, other=0.0).to(tl.float32), 0.0)
-    if LSE:
-        g += tl.load(lse + entry, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(total + entry, mask=inside, other=1.0)
-    largest = tl.load(offset + entry, mask=inside, other=0.0)
-    scale = tl.div_rn(power_of_two(tl.load(k + entry * k_stride, mask=inside, other=0.0) - largest), s)
-    tl.store(row_out + entry, tl.where((g != 0.0) & (s != 0.0), scale * g, 0.0), mask=inside)
-
-    # of the targets: the tokens that this shard owns
-    owned = entry < m
-    token = tl.load(tokens + entry, mask=owned, other=0)
-    counted = tl.load(valid + token, mask=owned, other=0) != 0
-    g = tl.load(logprob + token, mask=owned, other=0.0).to(tl.float32)
-    target = -g * tl.load(deficit + token, mask=owned, other=0.0)
-    if LSE:
-        probability = tl.exp(-tl.load(nll + token, mask=owned, other=0.0))
-        target += tl.load(lse + token, mask=owned, other=0.0).to(tl.float32) * probability
-    target = tl.where(counted, target, 0.0)
-    if SOFTCAP:
-        target *= tl.load(slope + token, mask=owned, other=0.0)
-    tl.store(target_out + entry, target, mask=owned)
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < n
+    row, target = factors(
+        token, inside, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+        COMPUTED, LSE, SOFTCAP,
+    )  # fmt: skip
+    tl.store(row_out + token, row, mask=inside)
+    tl.store(target_out + token, target, mask=inside)
 
 
 def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
@@ -163,58 +163,63 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     out = empty_softmax(n, gathered.dtype, gathered.device) if out is None else out
     if n:
         gathered = gathered if gathered.stride(2) == 1 else gathered.contiguous()
-        _merge_kernel[(triton.cdiv(n, _BLOCK),)](
-            gathered,
-            gathered.stride(0),
-            gathered.stride(1),
-            out.nll,
-            out.offset,
-            out.total,
-            out.target_deficit,
-            _bytes(out.valid),
-            ranks,
-            n,
+        rank_stride, token_stride, _ = gathered.stride()
+        _merge_kernel(
+            (triton.cdiv(n, _BLOCK), 1),
+            (gathered, out.nll, out.offset, out.total, out.target_deficit, out.valid),
+            (n, rank_stride),
+            (ranks, token_stride),
             BLOCK=_BLOCK,
-            enable_fp_fusion=FP_FUSION,
         )
     return out
 
 
+class FactorArguments(NamedTuple):
+    """What kernels take to compute, or to load, the factors of ``reference.finish``.
+
+    Attributes:
+        tensors: k, offset, total, nll, deficit, valid, slope, lse, cap; in the place of k and of the deficit
+            row and target, if they are given.
+        strides: of k and of the slope.
+        constants: COMPUTED, LSE and SOFTCAP.
+    """
+
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, int]
+    constants: dict[str, int]
+
+
+def factor_arguments(gradient: TokenGradient | RowGradient) -> FactorArguments:
+    """Of a gradient in factors, or of what it is made of; fp32."""
+    if isinstance(gradient, RowGradient):
+        row, target = gradient
+        constants = {"COMPUTED": False, "LSE": False, "SOFTCAP": False}
+        return FactorArguments((row,) * 4 + (target,) + (row,) * 4, (row.stride(0), 1), constants)
+    softmax, slopes, k, cap = gradient
+    slope, lse = slopes.nll, slopes.lse
+    tensors = (
+        k,
+        softmax.offset,
+        softmax.total,
+        softmax.nll,
+        softmax.target_deficit,
+        softmax.valid,
+        slope,
+        slope if lse is None else lse.contiguous(),
+        k if cap is None else cap,
+    )
+    constants = {"COMPUTED": True, "LSE": lse is not None, "SOFTCAP": cap is not None}
+    return FactorArguments(tensors, (k.stride(0), slope.stride(0)), constants)
+
+
 def row_gradient(
-    softmax: Softmax,
-    slopes: Slopes,
-    k: Tensor,
-    tokens: Tensor,
-    target_slope: Tensor | None = None,
+    softmax: Softmax, slopes: Slopes, k: Tensor, target_slope: Tensor | None = None
 ) -> RowGradient:
     """As ``numbers.row_gradient``, for fp32 statistics."""
-    n, m = len(k), len(tokens)
-    assert m <= n, (m, n)
-    row, target = k.new_empty(n), k.new_empty(m)
+    n = len(k)
+    row, target = torch.empty((2, n), dtype=k.dtype, device=k.device).unbind()
     if n:
-        _row_gradient_kernel[(triton.cdiv(n, _BLOCK),)](
-            k,
-            k.stride(0),
-            softmax.offset.contiguous(),
-            softmax.total.contiguous(),
-            softmax.nll.contiguous(),
-            softmax.target_deficit.contiguous(),
-            _bytes(softmax.valid.contiguous()),
-            slopes.logprob.contiguous(),
-            row if slopes.lse is None else slopes.lse.contiguous(),
-            tokens.contiguous(),
-            row if target_slope is None else target_slope.contiguous(),
-            row,
-            target,
-            n,
-            m,
-            LSE=slopes.lse is not None,
-            SOFTCAP=target_slope is not None,
-            BLOCK=_BLOCK,
-            enable_fp_fusion=FP_FUSION,
-        )
+        tensors, strides, constants = factor_arguments(TokenGradient(softmax, slopes, k, target_slope))
+        grid = (triton.cdiv(n, _BLOCK), 1)
+        _row_gradient_kernel(grid, (*tensors, row, target), (n,), strides, **constants, BLOCK=_BLOCK)
     return RowGradient(row, target)
-
-
-def _bytes(flags: Tensor) -> Tensor:
-    return flags.view(torch.uint8)

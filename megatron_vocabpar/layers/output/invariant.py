@@ -40,13 +40,14 @@ from megatron_vocabpar.layers.numbers import Slopes, Softmax, row_factor, target
 from megatron_vocabpar.layers.operands import (
     DEFAULT,
     ShardOptions,
+    Targets,
     check_arguments,
     check_gradient_place,
     check_main_grad,
 )
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.stored import StoredExponentials
-from megatron_vocabpar.layers.targets import OwnedTargets, owned_targets, target_rows
+from megatron_vocabpar.layers.targets import ShardTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class BlockState:
         e: [B, n, BLOCK] operand dtype: each block's exponentials, zero for the target and the filling.
         k: [B, n] fp32 (fp64 for fp64) each block's whole offsets.
         shard: the rows of the weight.
-        owned: the tokens with a target in this shard.
+        targets: their rows of the shard, and the tokens that it owns.
         target_slope: [n] slope of the softcap at the target's logit, with a softcap.
     """
 
@@ -94,7 +95,7 @@ class BlockState:
     e: Tensor
     k: Tensor
     shard: VocabRange
-    owned: OwnedTargets
+    targets: ShardTargets
     target_slope: Tensor | None
 
     @property
@@ -107,7 +108,7 @@ class BlockState:
         """None: the memory of blocks is not given on."""
         return None
 
-    @exact()
+    @exact
     def input_gradient(self, softmax: Softmax, slopes: Slopes, out: Tensor | None = None) -> FixedPoint:
         """This shard's part of dX; arguments and errors are those of ``OutputState.input_gradient``.
 
@@ -116,7 +117,7 @@ class BlockState:
         """
         assert softmax.weight_peak is not None, "statistics of another kind"
         check_gradient_place(out, self.x, softmax)
-        x, owned = self.x, self.owned
+        x = self.x
         # |dX_ij| and all partial sums: at most all probabilities and the target's remainder, times max |W|.
         bound = row_factor(softmax, slopes, softmax.offset).abs() * softmax.total
         bound = (bound + target_factor(softmax, slopes).abs()).double() * softmax.weight_peak
@@ -125,12 +126,12 @@ class BlockState:
         for block, rows in enumerate(blocks_of(self.shard.valid_rows)):
             part = block_product(self.e[block], filled(self.weight[rows]))
             add_whole_(whole, part.mul_(row_factor(softmax, slopes, self.k[block]).unsqueeze(1)), grid)
-        target = _target_factors(self, softmax, slopes)
-        remainder = self.weight[owned.rows].to(target.dtype) * target.unsqueeze(1)
-        add_whole_(whole, remainder, grid[owned.tokens], owned.tokens)
+        tokens, target = self.targets.owned, _target_factors(self, softmax, slopes)
+        remainder = self.weight[self.targets.rows[tokens]].to(target.dtype) * target[tokens].unsqueeze(1)
+        add_whole_(whole, remainder, grid[tokens], tokens)
         return FixedPoint(whole, grid, softmax.total.dtype, out)
 
-    @exact()
+    @exact
     def add_weight_gradient(self, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
         """Add dW to ``main_grad``; arguments and errors are those of ``OutputState.add_weight_gradient``."""
         check_main_grad(self.x, self.shard, main_grad)
@@ -139,19 +140,17 @@ class BlockState:
             factors, undo = lift(self.x, scale)
             part = block_product(self.e[block].t(), scale_rows(self.x, factors))[: rows.stop - rows.start]
             main_grad[rows].add_(part if undo is None else part * undo)
-        target, owned = _target_factors(self, softmax, slopes), self.owned
-        scatter_add_rows_(main_grad, owned.rows, self.x, target, source=owned.tokens, order=owned.by_row)
+        target, (rows, owned) = _target_factors(self, softmax, slopes), self.targets
+        scatter_add_rows_(main_grad, rows, self.x, target, order=owned)
 
 
-@exact()
+@exact
 def output_forward(
     x: Tensor,
     weight: Tensor,
-    targets: Tensor,
+    targets: Targets,
     shard: VocabRange,
     options: ShardOptions = DEFAULT,
-    *,
-    owned: OwnedTargets | None = None,
 ) -> tuple[BlockState | None, Tensor]:
     """Pass S of vocab-1 and vocab-2; the arguments are those of ``plain.output_forward``.
 
@@ -161,8 +160,7 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit; if the shard cuts a block; for label smoothing.
     """
-    check_arguments(x, weight, targets, shard)
-    target_row = target_rows(targets, shard)
+    targets = check_arguments(x, weight, targets, shard)
     _check_aligned(shard)
     if options.terms.label_smoothing:
         raise ValueError(
@@ -177,7 +175,7 @@ def output_forward(
     for block, rows in enumerate(blocks):
         part = exponentials(
             block_product(x, filled(weight[rows]).t()),
-            target_row - rows.start,
+            targets.rows - rows.start,
             rows.stop - rows.start,
             dtype=x.dtype,
             out=None if e is None else e[block],
@@ -188,21 +186,18 @@ def output_forward(
         if slope is not None and part.target_slope is not None:
             slope += part.target_slope
     peak = largest_size(weight[: shard.valid_rows])
-    stats = pack_whole([block_sums(s_rest, k)], target_logit, target_row >= 0, peak)
+    stats = pack_whole([block_sums(s_rest, k)], target_logit, targets.rows >= 0, peak)
     if dtype == torch.float64:
         stats = torch.nn.functional.pad(stats, (0, 1))  # see WHOLE_WIDTH
     if e is None:
         return None, stats
-    owned = owned_targets(target_row) if owned is None else owned
-    return BlockState(x, weight, e, k, shard, owned, slope), stats
+    return BlockState(x, weight, e, k, shard, targets, slope), stats
 
 
 def _target_factors(state: BlockState, softmax: Softmax, slopes: Slopes) -> Tensor:
-    """[m] what the rows of the owned targets are multiplied by."""
+    """[n] what the rows of the targets are multiplied by."""
     target = target_factor(softmax, slopes)
-    if state.target_slope is not None:
-        target = target * state.target_slope
-    return target[state.owned.tokens]
+    return target if state.target_slope is None else target * state.target_slope
 
 
 def _check_aligned(shard: VocabRange) -> None:

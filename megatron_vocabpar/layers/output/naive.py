@@ -14,6 +14,7 @@ from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.operands import (
     DEFAULT,
     ShardOptions,
+    Targets,
     Tokens,
     exponentials_place,
     joined_slopes,
@@ -21,7 +22,6 @@ from megatron_vocabpar.layers.operands import (
 )
 from megatron_vocabpar.layers.output.plain import OutputState
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.targets import OwnedTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,13 @@ class NaiveState:
     logits: Tensor
 
 
-@exact()
+@exact
 def naive_maximum(
     x: Tensor,
     weight: Tensor,
-    targets: Tensor,
+    targets: Targets,
     shard: VocabRange,
     options: ShardOptions = DEFAULT,
-    *,
-    owned: OwnedTargets | None = None,
 ) -> tuple[NaiveState, Tensor]:
     """Pass S of naive: logits and this shard's offsets; the arguments are ``output_forward``'s.
 
@@ -55,7 +53,7 @@ def naive_maximum(
         raise ValueError(
             f"label smoothing {options.terms.label_smoothing}: naive has none; use vocab-1 or vocab-2"
         )
-    tokens = tokens_of(x, weight, targets, shard, options, owned)
+    tokens = tokens_of(x, weight, targets, shard, options)
     logits = product(x, weight.t())
     k = logits.new_empty(len(x))
     for rows, part in tokens.exponentials(lambda rows: logits[rows].clone()):
@@ -63,7 +61,7 @@ def naive_maximum(
     return NaiveState(tokens, weight, logits), k
 
 
-@exact()
+@exact
 def naive_sum(
     state: NaiveState, global_k: Tensor, *, e: Tensor | None = None
 ) -> tuple[OutputState | None, Tensor]:

@@ -33,30 +33,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import Extra, Product
 from megatron_vocabpar.layers.gemm import exact, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import lift, row_gradient, scale_rows, scatter_add_rows_
-from megatron_vocabpar.layers.numbers import STATS_WIDTH, Slopes, Softmax
+from megatron_vocabpar.layers.kernels.dispatch import (
+    finish,
+    lift,
+    prepare,
+    row_gradient,
+    scale_rows,
+    scatter_add_rows_,
+)
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, Softmax, TokenGradient
 from megatron_vocabpar.layers.operands import (
     DEFAULT,
     ShardOptions,
+    Targets,
     Tokens,
     check_gradient_place,
     check_main_grad,
     exponentials_place,
     joined_slopes,
+    part_of,
     tokens_of,
 )
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.stored import StoredExponentials
-from megatron_vocabpar.layers.targets import OwnedTargets
 
 _E = "E"
 """The name of A = E W among the products; those of curves have their extras' names."""
+
+_WORTH_BYTES = 48 * 2**20
+"""What two launches more have to spare: an H200's memory takes 13 us for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +103,14 @@ class OutputState:
     def stored(self) -> StoredExponentials:
         """The exponentials, which S has kept."""
         assert self.e is not None
-        return StoredExponentials(self.e, self.k, self.tokens.target_row, self.tokens.shard)
+        return StoredExponentials(self.e, self.k, self.tokens.targets.rows, self.tokens.shard)
 
     @property
     def spare(self) -> Tensor | None:
         """The memory [n, P] that another microbatch's S may have, when nobody needs this state any more."""
         return self.e
 
-    @exact()
+    @exact
     def input_gradient(self, softmax: Softmax, slopes: Slopes, out: Tensor | None = None) -> Tensor:
         """This shard's part of dX; the sum over the shards is dX.
 
@@ -114,27 +126,23 @@ class OutputState:
             ValueError: if ``out`` has another shape or dtype.
         """
         check_gradient_place(out, self.x, softmax)
-        grad = softmax.total.new_empty(self.x.shape) if out is None else out
-        owned, d_y = self.tokens.owned, _gradient(self, softmax, slopes)
-        if _E in self.products and all(extra.name in self.products for extra, _ in d_y.curves):
-            scale_rows(self.products[_E], d_y.row, grad)
-            for extra, factor in d_y.curves:
+        grad = torch.empty_like(self.x, dtype=softmax.total.dtype) if out is None else out
+        tokens, (factors, curves) = self.tokens, _gradient(self, softmax, slopes)
+        weight, early = tokens.true_rows(self.weight), all(e.name in self.products for e, _ in curves)
+        if early and (a := self.products.get(_E)) is not None:
+            finish(grad, a, weight, tokens.targets, factors)
+            for extra, factor in curves:
                 grad.addcmul_(self.products[extra.name], factor.unsqueeze(1))
         else:
-            scale, pieces = _scaled_exponentials(self, softmax, d_y, self.k.element_size())
-            for rows, e in pieces:
-                self.tokens.input_gradient(e, self.weight, grad[rows])
-                if scale is not None:
-                    grad[rows].mul_(scale[rows].unsqueeze(1))
-        # The exponentials lack the targets' terms.
-        scatter_add_rows_(
-            grad, owned.tokens, self.weight, d_y.target, source=owned.rows, order=owned.by_token
-        )
+            dy = _scaled_exponentials(self, softmax, factors, curves, self.k.element_size())
+            for rows, e in dy.pieces:
+                tokens.input_gradient(e, self.weight, part_of(grad, rows))
+            finish(grad, grad if dy.scaled_later else None, weight, tokens.targets, dy.factors)
         for extra, slope in _asked(self.extras, slopes):
             extra.add_input_gradient_(grad, slope)
         return grad
 
-    @exact()
+    @exact
     def add_weight_gradient(self, softmax: Softmax, slopes: Slopes, main_grad: Tensor) -> None:
         """TW, in vocab-2 T: add this shard's dW to ``main_grad``.
 
@@ -147,28 +155,32 @@ class OutputState:
             ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
         """
         check_main_grad(self.x, self.tokens.shard, main_grad)
-        x, owned, d_y = self.x, self.tokens.owned, _gradient(self, softmax, slopes)
-        scale, pieces = _scaled_exponentials(self, softmax, d_y, x.element_size())
-        scaled, undo = x, None
-        if scale is not None:
-            factors, undo = lift(x, scale)
-            scaled = scale_rows(x, factors)
-        for rows, e in pieces:
-            self.tokens.add_weight_gradient_(main_grad, e, scaled[rows], undo)
-        scatter_add_rows_(main_grad, owned.rows, x, d_y.target, source=owned.tokens, order=owned.by_row)
+        x, tokens, undo = self.x, self.tokens, None
+        dy = _scaled_exponentials(self, softmax, *_gradient(self, softmax, slopes), x.element_size())
+        true_rows, factors = tokens.true_rows(main_grad), dy.factors
+        if not dy.scaled_later:
+            rows, owned = tokens.targets
+            scatter_add_rows_(true_rows, rows, x, _factors(factors).target, order=owned)
+        else:
+            if x.dtype == torch.float16:
+                row, target = _factors(factors)
+                row, undo = lift(x, row)
+                factors = RowGradient(row, target)
+            x = prepare(true_rows, x, tokens.targets, factors)
+        for rows, e in dy.pieces:
+            tokens.add_weight_gradient_(main_grad, e, part_of(x, rows), undo)
         for extra, slope in _asked(self.extras, slopes):
             extra.add_weight_gradient_(main_grad, slope, self.tokens)
 
 
-@exact()
+@exact
 def output_forward(
     x: Tensor,
     weight: Tensor,
-    targets: Tensor,
+    targets: Targets,
     shard: VocabRange,
     options: ShardOptions = DEFAULT,
     *,
-    owned: OwnedTargets | None = None,
     extras: Sequence[Extra] = (),
     e: Tensor | None = None,
 ) -> tuple[OutputState | None, Tensor]:
@@ -177,10 +189,10 @@ def output_forward(
     Args:
         x: [n, H] bf16, fp16, fp32 or fp64. Kept until T: it must not be overwritten.
         weight: [P, H] of the same dtype.
-        targets: [n] global ids. Any other value, such as -100 or a padding id, is an ignored token.
+        targets: [n] global ids. Any other value, such as -100 or a padding id, is an ignored token. Or what
+            ``shard_targets`` finds of them, which on a GPU waits for the device.
         shard: the rows that ``weight`` holds.
         options: how to compute, and what to keep.
-        owned: the tokens with a target in this shard; None finds them, which on a GPU waits for the device.
         extras: the further numbers; one that reads exponentials needs ``keep_state``.
         e: [n, P] memory for the exponentials in the operands' dtype (with ``fp8_weight`` its recipe's
             storage), such as that of a microbatch that is done; None allocates.
@@ -192,7 +204,7 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    tokens = tokens_of(x, weight, targets, shard, options, owned)
+    tokens = tokens_of(x, weight, targets, shard, options)
     dtype, keep = result_dtype(x.dtype), options.keep_state
     e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
@@ -228,25 +240,25 @@ def _product_of(state: OutputState, extra: Extra) -> Product:
     return product
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """dY of this shard: ``row E + sum of factor * curve(E)``, and ``target`` [m] at the owned targets."""
-
-    row: Tensor
-    target: Tensor
-    curves: list[tuple[Extra, Tensor]]
+Curves = list[tuple[Extra, Tensor]]
+"""Extras whose slopes add curves of E to dY, with their factors [n]."""
 
 
-def _gradient(state: OutputState, softmax: Softmax, slopes: Slopes) -> _Gradient:
-    owned = state.tokens.owned
-    row, target = row_gradient(softmax, slopes, state.k, owned.tokens, state.target_slope)
+def _gradient(
+    state: OutputState, softmax: Softmax, slopes: Slopes
+) -> tuple[TokenGradient | RowGradient, Curves]:
+    """dY of this shard: ``row E + sum of factor * curve(E)``, and ``target`` at the owned targets."""
+    gradient: TokenGradient | RowGradient = TokenGradient(softmax, slopes, state.k, state.target_slope)
     curves = []
     for extra, slope in _asked(state.extras, slopes):
-        if (factors := extra.gradient(softmax, slope, state.k)) is None:
-            continue
-        row, target = factors.added_to(row, target, owned.tokens)
-        curves.append((extra, factors.curve))
-    return _Gradient(row, target, curves)
+        if (more := extra.gradient(softmax, slope, state.k)) is not None:
+            gradient = RowGradient(*more.added_to(*_factors(gradient)))
+            curves.append((extra, more.curve))
+    return gradient, curves
+
+
+def _factors(gradient: TokenGradient | RowGradient) -> RowGradient:
+    return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient)
 
 
 def _asked(extras: Sequence[Extra], slopes: Slopes) -> list[tuple[Extra, Tensor]]:
@@ -254,37 +266,55 @@ def _asked(extras: Sequence[Extra], slopes: Slopes) -> list[tuple[Extra, Tensor]
     return [(extra, slopes.extras[extra.name]) for extra in extras if extra.name in slopes.extras]
 
 
-def _scaled_exponentials(
-    state: OutputState, softmax: Softmax, d_y: _Gradient, item_bytes: int
-) -> tuple[Tensor | None, Iterable[tuple[slice, Tensor]]]:
-    """dY without the targets: a scale [n], and the chunks [c, P] of tokens that it scales.
+class _Exponentials(NamedTuple):
+    """dY without the targets: chunks [c, P] of tokens; if ``scaled_later`` their rows lack the factors."""
 
-    Rows of dX are scaled after the product, ``dX = row (E W)``, rows of x before it, ``dW = E^T (row x)``.
-    Where that moves fewer bytes, E is scaled instead, ``dX = (row E) W`` and ``dW = (row E)^T x``, and the
-    scale is None: for example, with bf16 operands, if P < 2 H for dX in fp32, and if P < H for x. In fp16
+    pieces: Iterable[tuple[slice, Tensor]]
+    factors: TokenGradient | RowGradient
+    scaled_later: bool = True
+
+
+def _scaled_exponentials(
+    state: OutputState,
+    softmax: Softmax,
+    factors: TokenGradient | RowGradient,
+    curves: Curves,
+    item_bytes: int,
+) -> _Exponentials:
+    """dY of factors and curves.
+
+    Rows of dX are scaled after the product, ``dX = row (E W)``, rows of x before it, ``dW = E^T (row x)``:
+    both in the launch that adds the targets' terms. Where it moves far fewer bytes, E is scaled instead, by
+    launches of its own: ``dX = (row E) W`` and ``dW = (row E)^T x``. For example, of 8192 tokens with P = H =
+    4096 in bf16, E is read and written with 134 MB less than dX in fp32, and with as many as x. In fp16
     ``row E`` could be too small, and numbers of 8 bits have too few digits to be rounded twice.
 
     Args:
         item_bytes: bytes of an item of what would be scaled in place of E, [n, H].
     """
-    if d_y.curves:
-        return _mixed(state.stored, softmax, d_y)
-    x, pieces, row, kept = state.x, _exponentials(state), d_y.row, state.e is not None
+    if curves:
+        assert isinstance(factors, RowGradient)
+        return _mixed(state.stored, softmax, factors, curves)
+    x, pieces, kept = state.x, _exponentials(state), state.e is not None
     exact_enough = x.dtype != torch.float16 and state.tokens.fp8_weight is None
-    if not exact_enough or state.tokens.shard.rows * x.element_size() >= x.shape[1] * item_bytes:
-        return row, pieces
-    return None, ((rows, scale_rows(e, row[rows], None if kept else e)) for rows, e in pieces)
+    (n, hidden), of_e = x.shape, state.tokens.shard.rows * x.element_size()
+    if not exact_enough or 2 * n * (hidden * item_bytes - of_e) <= _WORTH_BYTES:  # it is read and written
+        return _Exponentials(pieces, factors)
+    factors = _factors(factors)
+    row = factors.row
+    scaled = ((rows, scale_rows(e, part_of(row, rows), None if kept else e)) for rows, e in pieces)
+    return _Exponentials(scaled, factors, scaled_later=False)
 
 
 def _mixed(
-    stored: StoredExponentials, softmax: Softmax, d_y: _Gradient
-) -> tuple[Tensor | None, Iterator[tuple[slice, Tensor]]]:
-    """``row E`` and all ``factor curve(E)``: a scale [n], and chunks [c, P] that it scales, no larger than E.
+    stored: StoredExponentials, softmax: Softmax, gradient: RowGradient, curves: Curves
+) -> _Exponentials:
+    """``row E`` and all ``factor curve(E)``: chunks [c, P] no larger than E, and what scales them [n].
 
-    Without a scale (None) where the size of a curve is not known: its E has the exponents of fp32.
+    Nothing does where the size of a curve is not known: its E has the exponents of fp32.
     """
-    row, factors, scale = d_y.row, [factor for _, factor in d_y.curves], None
-    bounds = [extra.largest * f.abs() for extra, f in d_y.curves if extra.largest is not None]
+    row, factors, scale = gradient.row, [factor for _, factor in curves], None
+    bounds = [extra.largest * f.abs() for extra, f in curves if extra.largest is not None]
     if len(bounds) == len(factors):
         scale = row.abs() + sum(bounds)
         divisor = torch.where(scale > 0, scale, 1)
@@ -294,12 +324,14 @@ def _mixed(
         for rows in stored.chunks():
             e = stored.wide(rows)
             mixture = e * row[rows].unsqueeze(1)
-            for (extra, _), factor in zip(d_y.curves, factors, strict=True):
+            for (extra, _), factor in zip(curves, factors, strict=True):
                 curve = extra.curve(e, factor[rows].unsqueeze(1), stored, softmax, rows)
                 mixture[:, : curve.shape[1]] += curve
             yield rows, mixture.to(stored.e.dtype)
 
-    return scale, chunks()
+    if scale is None:
+        return _Exponentials(chunks(), gradient, scaled_later=False)
+    return _Exponentials(chunks(), RowGradient(scale, gradient.target))
 
 
 def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:

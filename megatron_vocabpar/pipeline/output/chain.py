@@ -20,6 +20,7 @@ from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.extras.rivals import Rivals
 from megatron_vocabpar.layers.extras.top import Top
 from megatron_vocabpar.layers.fp8 import Fp8Weight
+from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import invariant, plain
@@ -65,7 +66,8 @@ class OutputChain:
         self.gradients = options.gradients if self.training else ()
         self.detached = bool(getattr(iteration.call.config, "mtp_detach_heads", False))
         self.spare = SpareExponentials()
-        self._of_losses: Slopes | None = None  # for gradients of 1; the cross-entropy's are the same for all
+        weight = model.output_weight
+        self._one = torch.ones(1, dtype=result_dtype(weight.dtype), device=weight.device)
         self._constant = _extras_of(self)
         self.options = _shard_options(self, self._constant)
         self.forward = _forward_of(self)
@@ -134,14 +136,11 @@ class OutputChain:
 
         It is [n, H], or [k, n, H] if the loss may depend on extras: for a gradient of 1 of each.
         """
-        of_losses = self._of_losses
-        if of_losses is None or len(of_losses.logprob) != len(softmax.total):
-            of_losses = loss_slopes(softmax, self.terms, torch.ones_like(softmax.total))
-        if self.terms.is_cross_entropy:
-            self._of_losses = of_losses
+        ones = self._one.expand_as(softmax.total)
+        of_losses = loss_slopes(softmax, self.terms, ones)
         if not self.gradients:
             return state.input_gradient(softmax, of_losses, out)
-        ones, nothing = torch.ones_like(softmax.total), torch.zeros_like(softmax.total)
+        nothing = torch.zeros_like(softmax.total)
         slopes = [of_losses, *(loss_slopes(softmax, self.terms, nothing, {n: ones}) for n in self.gradients)]
         parts = softmax.total.new_empty((len(slopes), *state.x.shape)) if out is None else out
         for part, one in zip(parts, slopes, strict=True):
@@ -194,8 +193,7 @@ def _forward_of(chain: OutputChain) -> Forward:
     def with_blocks(
         x: Tensor, weight: Tensor, microbatch: Microbatch, _: Sequence[Extra]
     ) -> tuple[ShardState | None, Tensor]:
-        owned = microbatch.owned_targets
-        return invariant.output_forward(x, weight, microbatch.labels, shard, options, owned=owned)
+        return invariant.output_forward(x, weight, microbatch.targets, shard, options)
 
     in_8_bits = chain.iteration.rank.output_options.fp8_head
 
@@ -210,10 +208,9 @@ def _forward_of(chain: OutputChain) -> Forward:
         return plain.output_forward(
             x,
             weight,
-            microbatch.labels,
+            microbatch.targets,
             shard,
             replace(options, fp8_weight=quantised()) if in_8_bits else options,
-            owned=microbatch.owned_targets,
             extras=extras,
             e=spare.take(microbatch.tokens),
         )

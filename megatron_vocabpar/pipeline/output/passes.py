@@ -126,10 +126,9 @@ class NaivePasses(SoftmaxPasses):
 
     def softmax(self, instruction: Pass) -> None:
         """S: logits and their local maximum."""
-        microbatch, shard = self.microbatches[instruction.microbatch], self.chain.model.shard.range
-        labels, owned, options = microbatch.labels, microbatch.owned_targets, self.chain.options
+        targets, shard = self.microbatches[instruction.microbatch].targets, self.chain.model.shard.range
         state, offsets = self.on_shard(
-            instruction, lambda x, weight: naive_maximum(x, weight, labels, shard, options, owned=owned)
+            instruction, lambda x, weight: naive_maximum(x, weight, targets, shard, self.chain.options)
         )
         self.buffers.put(instruction, LOGITS, state)
         self.buffers.put(instruction, OFFSETS, offsets)
