@@ -10,7 +10,7 @@ import torch
 
 from megatron_vocabpar.layers.embedding import plan_input
 from megatron_vocabpar.layers.partition import ranges_from_sizes
-from megatron_vocabpar.layers.targets import owned_targets, target_rows
+from megatron_vocabpar.layers.targets import shard_targets
 from megatron_vocabpar.pipeline.microbatches import Microbatches
 from megatron_vocabpar.pipeline.preparation import _labels
 from megatron_vocabpar.pipeline.recording import ModelCall, record_call, record_calls
@@ -85,13 +85,10 @@ def test_a_plan_is_what_the_layers_find_with_torch(member: int, embedding_ranks:
         assert len(found[i].embedded) == len(sets)
         assert torch.equal(found[i].owned_rows, torch.cat(owned))
         assert torch.equal(found[i].by_row, torch.cat(owned).argsort(stable=True))
-        targets, expected = (
-            found[i].owned_targets,
-            owned_targets(target_rows(found[i].labels, ranges[member])),
-        )
-        for name in ("tokens", "rows", "by_token", "by_row"):
-            assert torch.equal(getattr(targets, name), getattr(expected, name))
-            assert getattr(targets, name).data_ptr() % 16 == found[i].labels.data_ptr() % 16
+        counted = found[i].take(found.rows(i, labels[i].flatten()))
+        for mine, expected in zip(found[i].targets, shard_targets(counted, ranges[member]), strict=True):
+            assert torch.equal(mine, expected)
+            assert mine.data_ptr() % 16 == found[i].by_row.data_ptr() % 16
 
 
 def test_rows_that_count() -> None:
