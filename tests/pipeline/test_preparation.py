@@ -91,6 +91,22 @@ def test_a_plan_is_what_the_layers_find_with_torch(member: int, embedding_ranks:
             assert mine.data_ptr() % 16 == found[i].by_row.data_ptr() % 16
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_losses_can_be_flattened(parts: int) -> None:
+    """A script's loss function does that with ``view``."""
+    ids = torch.arange(12)
+    found = Microbatches(
+        shapes=[(1, 3, 4)],
+        tokens=ids,
+        labels=ids,
+        device=ids.device,
+        ranges=ranges_from_sizes((12,), 12),
+        member=0,
+        parts=parts,
+    )
+    assert torch.equal(found.from_rows(0, found.rows(0, ids)).view(-1), ids)
+
+
 def test_rows_that_count() -> None:
     """Two heads, two sequences of six in three parts; the second microbatch counts no token at all."""
     draw = torch.Generator().manual_seed(0)
