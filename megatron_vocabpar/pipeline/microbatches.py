@@ -158,7 +158,7 @@ class Microbatches(dict[int, Microbatch]):
         return self[i].take(self.rows(i, first))
 
     def from_rows(self, i: int, rows: torch.Tensor) -> torch.Tensor:
-        """The reverse of ``rows``: ``[1 + D, b, s]``, contiguous, as loss functions of scripts flatten them."""
+        """The reverse of ``rows``: ``[1 + D, b, s]``, contiguous: loss functions flatten it."""
         k, b, s = self.shapes[i]
         return rows.view(self._parts, k, -1, b).permute(1, 3, 0, 2).reshape(k, b, s).contiguous()
 

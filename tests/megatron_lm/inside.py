@@ -22,10 +22,10 @@ from typing import Any
 import typing_extensions
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, recognise
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import FLAGS, config_from_argv
 from megatron_vocabpar.megatron_lm.model_choice import decided
-from megatron_vocabpar.megatron_lm.patch import installed, live_signature
-from megatron_vocabpar.megatron_lm.replacements import apply
+from megatron_vocabpar.megatron_lm.patch import Patch, installed, live_signature
 from megatron_vocabpar.megatron_lm.rules.arguments import declared
 
 if not hasattr(typing, "override"):
@@ -50,6 +50,12 @@ def _held() -> Iterator[tuple[str, str, Any]]:
                     yield place, name, getattr(module, name)
 
 
+def _apply(config: FlagConfig) -> Patch:
+    from megatron_vocabpar.megatron_lm.replacements import apply  # imports Megatron
+
+    return apply(config)
+
+
 def _differences(before: list[tuple[str, str, Any]]) -> list[str]:
     return [f"{place}.{name}" for place, name, value in before if vars(sys.modules[place])[name] is not value]
 
@@ -60,7 +66,7 @@ def adaptor(_: list[str]) -> dict[str, Any]:
     importlib.import_module("megatron_vocabpar.adaptor")
     replaced = _differences(before)
     patch = installed()
-    again = patch is not None and apply(patch.config) is patch
+    again = patch is not None and _apply(patch.config) is patch
     if patch is not None:
         patch.undo()
     return {
@@ -81,7 +87,7 @@ def adaptor_first(_: list[str]) -> dict[str, Any]:
 
 def arguments(argv: list[str]) -> dict[str, Any]:
     """Megatron's validated arguments of a command line with our flags."""
-    patch = apply(decided(config_from_argv(argv), argv, int(os.environ["WORLD_SIZE"]))[0])
+    patch = _apply(decided(config_from_argv(argv), argv, int(os.environ["WORLD_SIZE"]))[0])
     module = importlib.import_module("megatron.training.arguments")
     args = module.parse_args(lambda parser: (parser.add_argument("--of-the-script"), parser)[1])
     assert hasattr(args, "of_the_script")
