@@ -242,10 +242,10 @@ class Open:
 
 
 CHOICES = (
-    Open("auto", 4, 1, "", "", "vocab-2 in 1f1b"),
+    Open("auto", 4, 1, "vocab-2, no W", "", "vocab-2 in 1f1b"),
     Open("auto", 4, 1, "vocab-2, no W", REDUCED, "vocab-2 in 1f1b", dp=2),
-    Open("auto", 4, 1, "", "--vocab-parallel-layout auto", "vocab-2 in 1f1b"),
-    Open("auto", 4, 1, "", LOOSE, "vocab-2 in zb-h1"),
+    Open("auto", 4, 1, "", "--vocab-parallel-layout auto", "vocab-2 in zb-h1"),
+    Open("auto", 4, 1, "", LOOSE, "vocab-2 in 1f1b"),
     Open("auto", 4, 2, "", "", "vocab-2 in v-half"),
     Open("auto", 2, 1, "", "", "vocab-2 in zb-h1"),
     Open("auto", 2, 1, "vocab-2, no W", "", "vocab-2 in 1f1b"),
@@ -259,7 +259,7 @@ CHOICES = (
     Open("search", 2, 1, "vocab-2, no W", "", "vocab-2 in 1f1b"),
     Open("search", 2, 1, "vocab-2, no W", "--vocab-parallel-profile-iterations 1", "vocab-2 in 1f1b"),
     Open("search", 2, 2, "", TIGHT, "vocab-2 in v-half"),
-    Open("search", 4, 1, "", TIGHT, "vocab-2 in 1f1b"),
+    Open("search", 4, 1, "", TIGHT, "vocab-2 in zb-h1"),
     Open("search", 4, 1, "whole, no W", "", "baseline in 1f1b"),
     Open("search", 4, 2, "", "", "vocab-2 in v-half"),
     Open("search", 4, 2, "whole, no W", "", "baseline in interleaved"),
