@@ -111,10 +111,10 @@ def loss_and_gradient(
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
     with torch.set_grad_enabled(with_gradient):
-        # Megatron divides the loss in place, so it must be neither a leaf nor the softmax's own: times 1.
+        # Megatron divides the loss in place, so it must be neither a leaf nor the softmax's own.
         loss, num_tokens = schedules.forward_step_calc_loss(
             call.chunks[-1],
-            main_loss(leaf * 1.0),
+            main_loss(leaf.clone()),
             loss_func,
             config,
             None,

@@ -163,7 +163,7 @@ def main_loss(
         wins: ``[1 + D, b, s]``, 1 if the target is the most likely id; without it Megatron counts NaN.
     """
     if len(losses) == 1:
-        return losses[0]
+        return losses.squeeze(0)  # unlike losses[0] without a kernel in its backward
     with _acceptance_counts(wins):
         return _Heads(unwrap_model(model), losses, training).main_loss(call)
 

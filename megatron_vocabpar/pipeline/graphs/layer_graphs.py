@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import cuda_graphs
 
-from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.schedule.plan import Plan
 
 _NAMES = vars(cuda_graphs)
@@ -27,19 +25,6 @@ OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
     and "cache_key" not in inspect.signature(cuda_graphs.CudaGraphManager.__call__).parameters
 )
 """Whether emulated graphs of this Megatron gave wrong gradients: those of 0.16, 0.17, 0.19 and main did."""
-
-
-def kept(output: torch.Tensor, config: Any) -> torch.Tensor:
-    """A stage's output, or a copy if the next replayed graph may overwrite it."""
-    return output.clone() if Facts(settings=config).captures_layers else output
-
-
-def kept_gradient(gradient: torch.Tensor, config: Any) -> torch.Tensor:
-    """The stage's input gradient, or a copy if a graph would overwrite it.
-
-    With Megatron's own graphs autograd has made one. Of Transformer Engine's it takes the tensor itself.
-    """
-    return gradient.clone() if Facts(settings=config).graphs_by_engine else gradient
 
 
 class LayerGraphs:

@@ -12,9 +12,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.gradients import Writer
-from megatron_vocabpar.pipeline.graphs.layer_graphs import kept, kept_gradient
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
 from megatron_vocabpar.pipeline.recording import ModelCall
+from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.slots import (
     GRAPH,
     HIDDEN,
@@ -53,6 +53,11 @@ class Stages(LayerHandlers):
         self.weight_gradients = weight_gradients
         self.embedded_rows = embedded_rows
         self.output_gradient = output_gradient
+        graphs = Facts(settings=iteration.call.config)
+        # The next replayed graph may overwrite a stage's output; of Transformer Engine's graphs also the
+        # input's gradient, of which autograd makes a copy with Megatron's own.
+        self._kept: Callable[[torch.Tensor], torch.Tensor] = torch.clone if graphs.captures_layers else _same
+        self._kept_gradient = torch.clone if graphs.graphs_by_engine else _same
 
     def forward(self, instruction: Pass) -> None:
         """F: one stage's transformer layers, and what Megatron computes around them."""
@@ -80,12 +85,13 @@ class Stages(LayerHandlers):
                 vp_stage=getattr(call.chunks[chunk], "vp_stage", None),
                 is_last_stage=is_last_stage and self.output_gradient is None,
             )
-        self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
+        if is_last_stage and self.output_gradient is None:
+            self.iteration.num_tokens = self.iteration.num_tokens + num_tokens
         if not is_last_stage:
-            self.buffers.put(instruction, OUTPUT, kept(output.detach(), call.config))
+            self.buffers.put(instruction, OUTPUT, self._kept(output.detach()))
         elif partitioned:
             # An older Megatron's wrapper turns the last stage's output into float32: exact either way.
-            hidden = kept(output.detach(), call.config).to(call.config.params_dtype)
+            hidden = self._kept(output.detach()).to(call.config.params_dtype)
             self.buffers.put(instruction, HIDDEN, hidden.flatten(0, 1))
         elif self.output_gradient is not None:
             # A copy: Megatron frees the storage of the output.
@@ -139,11 +145,11 @@ class Stages(LayerHandlers):
             input_grad = self._backward_step(instruction, stage_input, output, output_grad)
         self.gradients.after_backward(chunk)
         if input_grad is not None:
-            self.buffers.put(instruction, INPUT_GRAD, kept_gradient(input_grad, self.call.config))
+            self.buffers.put(instruction, INPUT_GRAD, self._kept_gradient(input_grad))
         if rows is not None:
             # Tokens that detached heads embed get no gradient.
             grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
-            self.buffers.put(instruction, ROWS_GRAD, kept_gradient(grad, self.call.config))
+            self.buffers.put(instruction, ROWS_GRAD, self._kept_gradient(grad))
 
     def _backward_step(
         self,
@@ -170,6 +176,10 @@ class Stages(LayerHandlers):
 
         self.weight_gradients[writer.chunk].compute(instruction.microbatch, after)
         self.gradients.wrote(writer)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _replay(recorded: ModelCall) -> Callable[..., tuple[torch.Tensor, Callable[..., Any]]]:
