@@ -242,6 +242,31 @@ def reduce(groups: VocabGroups, pieces: Sequence[torch.Tensor], members: Sequenc
             dist.reduce(piece, groups.ranks[member], group=groups.collectives)
 
 
+def reduce_rows(
+    groups: VocabGroups, rows: torch.Tensor, stage: int, counts: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Sum ``rows [n, H]``, or ``[k, n, H]``, over all ranks, in place, for those of pipeline rank ``stage``.
+
+    Each of its tensor-parallel ranks sums a piece of the n rows; everywhere else ``rows`` holds anything
+    afterwards. Then they send each other their pieces, unless ``counts`` says how many each wants of its own.
+    Example: t = 2, n = 5. One rank sums rows 0 and 1, the other rows 2 to 4, and each sends its sums to both.
+    """
+    members, n = groups.members_of(stage), rows.shape[-2]
+    parts = counts or [n * (k + 1) // groups.tensor - n * k // groups.tensor for k in range(groups.tensor)]
+    for matrix in rows.view(-1, *rows.shape[-2:]):
+        pieces = matrix.split(parts)
+        reduce(groups, pieces, members)
+        if counts is None and groups.tensor > 1:
+            mine, receive, send = pieces[groups.tensor_rank], [0] * len(groups.ranks), [0] * len(groups.ranks)
+            if inside := groups.member in members:
+                for member, piece in zip(members, pieces, strict=True):
+                    receive[member], send[member] = len(piece), len(mine)
+            received = matrix.new_empty((sum(receive), matrix.shape[1]))
+            exchange_rows(groups, received, mine.repeat(groups.tensor * inside, 1), receive, send)
+            matrix[: len(received)].copy_(received)
+    return rows
+
+
 def all_gather(groups: VocabGroups, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor [...]`` of every member, stacked in member order: ``[members, ...]``."""
     if len(groups.ranks) == 1:

@@ -19,6 +19,7 @@ from megatron_vocabpar.runtime.comm import (
     create_groups,
     exchange_rows,
     reduce,
+    reduce_rows,
     warm_up,
 )
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -110,6 +111,20 @@ def test_collectives() -> None:
         assert result["reduce"] == [[], [30.0, 30.0], [3.0, 3.0]][rank]
         assert result["maximum"] == [2.0]
         assert result["rows"] == ([0.0, 1.0, 1.0, 2.0, 2.0, 2.0] if rank == 0 else [])
+
+
+def _rows_reduced(rank: int, counts: tuple[int, ...] | None, n: int) -> list[list[float]]:
+    groups = create_groups((0, rank // 2, rank % 2), pipeline=2, tensor=2)
+    rows = torch.arange(2.0 * n * 3).view(2, n, 3) + 100 * rank
+    return reduce_rows(groups, rows, 1, counts).tolist()
+
+
+@pytest.mark.parametrize(("counts", "n"), [(None, 5), (None, 1), ((3, 2), 5), ((0, 5), 5)])
+def test_rows_are_summed_where_a_stage_wants_them(counts: tuple[int, ...] | None, n: int) -> None:
+    expected = 4 * torch.arange(2.0 * n * 3).view(2, n, 3) + 600
+    wanted = [slice(n)] * 2 if counts is None else [slice(counts[0]), slice(counts[0], n)]
+    for found, rows in zip(run_ranks(4, _rows_reduced, counts, n)[2:], wanted, strict=True):
+        assert torch.equal(torch.tensor(found)[:, rows], expected[:, rows])
 
 
 def _ring(rank: int) -> list[float]:

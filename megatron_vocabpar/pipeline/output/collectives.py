@@ -12,7 +12,7 @@ get it, for their B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from megatron_vocabpar.layers.output.shard_state import Part, ShardState, total,
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.slots import ARRIVAL, COUNTS, JOINED, OFFSETS, PART, SENT, STATE, Joined, Sent
-from megatron_vocabpar.runtime.comm import all_gather, all_reduce, exchange_rows, reduce
+from megatron_vocabpar.runtime.comm import all_gather, all_reduce, reduce_rows
 from megatron_vocabpar.runtime.streams import Event
 from megatron_vocabpar.schedule.words.passes import Comm, Pass, PassType
 
@@ -91,38 +91,9 @@ class OutputCollectives(LayerHandlers):
         self.hand_on(instruction, ARRIVAL, event)
 
     def _to_last(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What sums ``[n, H]``, or ``[k, n, H]``, over all ranks, in place where the last stage's B takes it.
-
-        Each tensor-parallel rank of the last stage sums a piece of the rows. With sequence parallelism its B
-        wants no more; else these ranks send each other their pieces.
-        """
-        groups, counts = self.groups, self.microbatches[i].counts
-        members = groups.members_of(self.rank.placement.last_rank)
-        apart = self.iteration.sequence_shards == groups.tensor
-        if not apart:
-            (n,), t = counts, groups.tensor
-            counts = tuple(n * (k + 1) // t - n * k // t for k in range(t))
-
-        def reduced(whole: torch.Tensor) -> torch.Tensor:
-            for rows in whole.view(-1, *whole.shape[-2:]):
-                pieces = rows.split(counts)
-                reduce(groups, pieces, members)
-                if not apart:
-                    self._gather(rows, pieces, members)
-            return whole
-
-        return reduced
-
-    def _gather(self, rows: torch.Tensor, pieces: Sequence[torch.Tensor], members: range) -> None:
-        """On the last stage's ranks, fill ``rows [n, H]`` with the pieces of all of them."""
-        groups, mine = self.groups, pieces[self.groups.tensor_rank]
-        receive, send = [0] * len(groups.ranks), [0] * len(groups.ranks)
-        if self.rank.is_last:
-            for member, piece in zip(members, pieces, strict=True):
-                receive[member], send[member] = len(piece), len(mine)
-        received = rows.new_empty((sum(receive), rows.shape[1]))
-        exchange_rows(groups, received, mine.repeat(len(members) * self.rank.is_last, 1), receive, send)
-        rows[: len(received)].copy_(received)
+        """What sums rows over all ranks for the last stage's B."""
+        counts = self.microbatches[i].counts if self.iteration.sequence_shards > 1 else None
+        return partial(reduce_rows, self.groups, stage=self.rank.placement.last_rank, counts=counts)
 
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return all_reduce(self.groups, tensor)
