@@ -13,9 +13,8 @@ from math import prod
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from megatron_vocabpar.layers.embedding import InputPlan
+from megatron_vocabpar.layers.embedding import Ids, InputPlan, plan_input
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.runtime.comm import VocabGroups, broadcast
@@ -28,8 +27,6 @@ IGNORED = -100
 DROPPED = torch.iinfo(torch.int64).min
 """With ``drop_masked``, the label of a token that the loss mask leaves out, in place of its own."""
 
-Ids = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class EmbeddedTokens:
@@ -38,12 +35,12 @@ class EmbeddedTokens:
     Attributes:
         rank: the pipeline rank.
         shape: ``(k, b, s)``: k sets.
-        plan: which member owns which of the ``[k * b * s]`` positions; without their order on other ranks.
+        plan: which member owns which of the ``[k * b * s]`` positions.
     """
 
     rank: int
     shape: tuple[int, int, int]
-    plan: InputPlan
+    plan: InputPlan[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -180,25 +177,27 @@ class Microbatches(dict[int, Microbatch]):
         return free
 
     def _plan(self, i: int) -> Microbatch:
-        """What ``plan_input`` and ``shard_targets`` find, in numpy: torch takes five times as long."""
+        """Plan on the host, in numpy, where torch would take several times as long; ship all in one copy."""
         shard, sets = self._ranges[self._member], list(self._sets(i))
-        orders, counts, owned = zip(*(self._by_owner(ids.ravel()) for _, ids in sets), strict=True)
+        plans = [plan_input(ids.ravel(), self._stops) for _, ids in sets]
+        owned = [
+            ids.ravel()[plan.positions(self._member)] for (_, ids), plan in zip(sets, plans, strict=True)
+        ]
         rows = (np.concatenate(owned) if len(owned) > 1 else owned[0]) - shard.start
         labels, counted, of_parts = self._counted(i)
-        targets = labels - shard.start
+        targets = labels - shard.start  # as ``shard_targets`` finds them
         targets[(targets < 0) | (targets >= shard.valid_rows)] = -1
         tokens = np.flatnonzero(targets >= 0)
-        flat = [rows, _sorting(rows, shard), *orders, targets, tokens[_sorting(targets[tokens], shard)]]
-        placed = to_device(flat if counted is None else [*flat, counted], self._device)
-        owned_rows, by_row, *placed = placed
+        flat = [rows, _sorting(rows, shard), targets, tokens[_sorting(targets[tokens], shard)]]
+        flat += ([] if counted is None else [counted]) + [plan.order for plan in plans]
+        owned_rows, by_row, *placed = to_device(flat, self._device)
         embedded = tuple(
-            EmbeddedTokens(rank, ids.shape, InputPlan(placed.pop(0), number))
-            for (rank, ids), number in zip(sets, counts, strict=True)
+            EmbeddedTokens(rank, ids.shape, InputPlan(order, plan.counts))
+            for (rank, ids), plan, order in zip(sets, plans, placed[-len(plans) :], strict=True)
         )
-        places = placed.pop() if counted is not None else None
-        return Microbatch(
-            self.shapes[i], embedded, owned_rows, by_row, places, of_parts, ShardTargets(*placed)
-        )
+        places = None if counted is None else placed[2]
+        here = ShardTargets(*placed[:2])
+        return Microbatch(self.shapes[i], embedded, owned_rows, by_row, places, of_parts, here)
 
     def _sets(self, i: int) -> Iterator[tuple[int, Ids]]:
         """Token ids ``[k, b, s]``, by the pipeline rank that embeds them."""
@@ -209,13 +208,6 @@ class Microbatches(dict[int, Microbatch]):
         else:
             yield first, ids[:1]
             yield heads, ids[1:]
-
-    def _by_owner(self, ids: Ids) -> tuple[Ids, tuple[int, ...], Ids]:
-        """The order of tokens by their owner, how many each member owns, and the ids that this one does."""
-        owner = np.searchsorted(self._stops, ids, side="right").astype(np.uint16)  # quick to sort
-        order, counts = owner.argsort(kind="stable"), np.bincount(owner, minlength=len(self._stops)).tolist()
-        start = sum(counts[: self._member])
-        return order, tuple(counts), ids[order[start : start + counts[self._member]]]
 
     def _counted(self, i: int) -> tuple[Ids, Ids | None, tuple[int, ...]]:
         """The labels that count, their positions or None if all do, and how many are in each part."""
