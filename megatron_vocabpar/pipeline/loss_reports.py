@@ -62,7 +62,7 @@ class LossReports:
     def hidden(self, i: int, x: torch.Tensor) -> None:
         """Note the largest of the output layer's hidden states ``[n, H]`` of microbatch ``i``."""
         if self._looks:
-            self._noted.largest_hidden[i] = _largest(x)
+            self._noted.largest_hidden[i] = torch.linalg.vector_norm(x, torch.inf)
 
     def report(
         self, i: int, token_losses: torch.Tensor, numbers: Mapping[str, torch.Tensor] = _NONE
@@ -81,7 +81,7 @@ class LossReports:
         """
         iteration, call = self.iteration, self.iteration.call
         if self._looks:
-            self._noted.largest_loss[i] = _largest(token_losses)
+            self._noted.largest_loss[i] = torch.linalg.vector_norm(token_losses, torch.inf)
         values = {name: numbers[name][0] for name in self._means if name in numbers}
         model, recorded = call.chunks[-1], iteration.with_loss[i]
         wins = numbers.get("correct")
@@ -218,11 +218,6 @@ def _with_metrics(
         linear = torch.isclose(loss_func(2 * value)[0], 2 * losses[-1][0], rtol=1e-4, equal_nan=True)
     means = {name: loss[-1][mean] for name, loss in zip(names, losses, strict=True)}
     return dict(report) | means, linear
-
-
-def _largest(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, as a tensor of no dimension; NaN if there is one."""
-    return torch.linalg.vector_norm(x, torch.inf)
 
 
 def _first_broken(holds: Mapping[int, bool]) -> int | None:

@@ -58,49 +58,41 @@ class HiddenStates(LayerHandlers):
         return self.arrived(source, ARRIVAL)
 
     def gradient(self, i: int, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient of the last stage's output ``[(1 + D) s, b, H]``, for its B."""
-        rank = self.rank.pipeline_rank
-        source, *more = self.rank.method.waits_for[PassType.B]
-        if isinstance(source, PassType):
-            grad = self.buffers.take(Pass(source, rank, i), HIDDEN_GRAD)
-        elif self.chain.early:
-            brought = self.arrived(Comm(source, rank, i), JOINED).hidden_grad
-            assert brought is not None
-            grad = brought
-        else:
-            grad = self.arrived(Comm(source, rank, i), ARRIVAL)
-        if more:  # interlaced's is scaled already
-            grad = self.scaled(i, grad, self._scales(i), dtype)
-        rows = self.microbatches[i].spread(grad.to(dtype), self._part)
+        """The gradient of the last stage's output ``[(1 + D) s, b, H]``, for its B.
+
+        The rows of this rank's part of the sequence, made for gradients of 1, are scaled by the true ones.
+        """
+        grad, scales = self._unscaled(i)
+        counts, part = self.microbatches[i].counts, self._part
+        rows = grad.split(counts, -2)[part]
+        scales = scales.split(counts, -1)[part].reshape(*rows.shape[:-1], 1)
+        if rows.dim() == 3:
+            rows = rows.mul_(scales).sum(0).to(dtype)
+        else:  # and rounded in the same pass
+            place = rows if dtype == rows.dtype else rows.new_empty(rows.shape, dtype=dtype)
+            rows = torch.mul(rows, scales, out=place)
+        rows = self.microbatches[i].spread(rows, part)
         return rows.view(self.iteration.hidden_shape(i, self.rank.placement.last_stage))
 
-    def scaled(
-        self, i: int, hidden_grad: torch.Tensor, grads: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """The rows ``[m, H]`` of this rank's part of the sequence, scaled by the true gradients [k, n].
+    def _unscaled(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient [n, H], or [k, n, H], for gradients of 1, and the true gradients [k, n].
 
-        Args:
-            i: the microbatch.
-            hidden_grad: [n, H] or [k, n, H], made for gradients of 1; may be written to.
-            grads: [k, n].
-            dtype: to which one pass scales and rounds [n, H].
+        They are those of every token's loss, and of extras on which the loss may depend.
         """
-        counts, part = self.microbatches[i].counts, self._part
-        rows, scales = hidden_grad.split(counts, -2)[part], grads.split(counts, -1)[part]
-        scales = scales.reshape(*rows.shape[:-1], 1)
-        if rows.dim() == 3:
-            return rows.mul_(scales).sum(0)
-        narrow = dtype is not None and dtype != rows.dtype
-        return torch.mul(rows, scales, out=torch.empty_like(rows, dtype=dtype) if narrow else rows)
+        rank = self.rank.pipeline_rank
+        source = self.rank.method.waits_for[PassType.B][0]
+        if isinstance(source, PassType):
+            return self.buffers.take(Pass(source, rank, i), HIDDEN_GRAD)
+        if self.chain.early:
+            grad = self.arrived(Comm(source, rank, i), JOINED).hidden_grad
+            assert grad is not None
+        else:
+            grad = self.arrived(Comm(source, rank, i), ARRIVAL)
+        if self.rank.has_loss:
+            return grad, self.buffers.take(Pass(PassType.L, rank, i), GRADIENT)
+        return grad, self.arrived(Comm(CommType.CG, rank, i), ARRIVAL)
 
     @property
     def _part(self) -> int:
         """This rank's part of the sequence, where sequence parallelism cuts it."""
         return self.groups.tensor_rank % self.iteration.sequence_shards
-
-    def _scales(self, i: int) -> torch.Tensor:
-        """[k, n] the gradients of every token's loss, and of extras on which the loss may depend."""
-        rank = self.rank.pipeline_rank
-        if self.rank.has_loss:
-            return self.buffers.take(Pass(PassType.L, rank, i), GRADIENT)
-        return self.arrived(Comm(CommType.CG, rank, i), ARRIVAL)

@@ -30,6 +30,6 @@ class InStep(SoftmaxPasses):
         part = chain.unscaled_input_gradient(state, joined.softmax)
         hidden_grad = self.wait(self.collectives.sum(i, part))
         if self.rank.is_last:
-            self.buffers.put(instruction, HIDDEN_GRAD, self.hidden.scaled(i, hidden_grad, grads))
+            self.buffers.put(instruction, HIDDEN_GRAD, (hidden_grad, grads))
         self.add_weight_gradient(i, state, joined.softmax, grads)
         self.gradients.wrote(Writer(PassType.S))
