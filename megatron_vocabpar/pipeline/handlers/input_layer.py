@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -71,7 +72,7 @@ class InputLayer(LayerHandlers):
 
         return self.rank.side_stream.submit(run)
 
-    @property
+    @cached_property
     def _embedding_stages(self) -> list[int]:
         """This rank's stages that embed tokens: the first, and that of multi-token prediction."""
         placement, rank = self.rank.placement, self.rank.pipeline_rank

@@ -17,6 +17,10 @@ class HiddenStates(LayerHandlers):
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
         self.chain = chain
+        parts = self.iteration.sequence_shards
+        self._part = self.groups.tensor_rank % parts  # this rank's part of the sequence
+        self._members = list(self.groups.members_of(self.rank.placement.last_rank))[:parts]
+        self._dtype = chain.model.word_embeddings.weight.dtype
 
     def broadcast(self, instruction: Comm) -> None:
         """C0: the last stage's hidden states to every rank, the ``[n, H]`` of the tokens that count.
@@ -25,11 +29,14 @@ class HiddenStates(LayerHandlers):
         Example: t = 2, six rows, of which 0, 1 and 4 count. Rank 0 sends rows 0 and 1, rank 1 sends row 4,
         and everybody receives pieces of 2 rows and 1 row of one tensor.
         """
-        rank, i = self.rank, instruction.microbatch
-        groups, microbatch = rank.groups, self.microbatches[i]
-        parts, part = self.iteration.sequence_shards, self._part
-        members = list(groups.members_of(rank.placement.last_rank))[:parts]
-        dtype = self.chain.model.word_embeddings.weight.dtype
+        rank, groups, i, part, members = (
+            self.rank,
+            self.groups,
+            instruction.microbatch,
+            self._part,
+            self._members,
+        )
+        microbatch = self.microbatches[i]
         shape = (microbatch.tokens, self.call.config.hidden_size)
         hidden: torch.Tensor | None = None
         if rank.is_last:
@@ -37,8 +44,8 @@ class HiddenStates(LayerHandlers):
 
         counted = microbatch.counted_in(part)
         source = hidden if groups.member in members else None
-        sends_all = source is not None and parts == 1 and counted is None
-        rows = source if sends_all else torch.empty(shape, dtype=dtype, device=rank.device)
+        sends_all = source is not None and len(members) == 1 and counted is None
+        rows = source if sends_all else torch.empty(shape, dtype=self._dtype, device=rank.device)
         assert rows is not None
 
         def run() -> torch.Tensor:
@@ -91,8 +98,3 @@ class HiddenStates(LayerHandlers):
         if self.rank.has_loss:
             return grad, self.buffers.take(Pass(PassType.L, rank, i), GRADIENT)
         return grad, self.arrived(Comm(CommType.CG, rank, i), ARRIVAL)
-
-    @property
-    def _part(self) -> int:
-        """This rank's part of the sequence, where sequence parallelism cuts it."""
-        return self.groups.tensor_rank % self.iteration.sequence_shards
