@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, chain, islice
 from math import inf
 
@@ -141,12 +142,13 @@ def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: floa
     choice = Choice(request, STOCK, placed.name, placed.layers, inf, flags=placed.flags)
     if least_ms >= below_ms:
         return replace(choice, problem=f"takes at least {least_ms:.0f} ms")
-    schedule = stock_schedule(job.p, m, placed.chunks, overlaps=placed.overlaps)
-    held = map(Held, peak_activations(schedule, held_by_stages(model, job, placed.layers)))
+    order, weights = (job.p, m, placed.chunks, placed.overlaps), held_by_stages(model, job, placed.layers)
+    held = map(Held, _peaks(*order, tuple(weights)))
     stages = stage_memory(model, job, baseline, placement, placed.layers, [*held], Bytes())
     choice = replace(choice, stages=tuple(stages))
     if shorter and not choice.fits:
         return choice
+    schedule = stock_schedule(*order)
     length_ms = max(run_passes(schedule, times).ends) + (job.m - m) * max(further)
     work_ms = sum(map(times.of_instruction, chain.from_iterable(schedule.rows))) + (job.m - m) * sum(further)
     lengths_ms, use = priced(length_ms, work_ms)
@@ -160,6 +162,12 @@ def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: floa
         after_ms=after,
         use=use,
     )
+
+
+@cache
+def _peaks(p: int, m: int, chunks: int, overlaps: bool, weights: tuple[int, ...]) -> tuple[float, ...]:
+    """``peak_activations`` of Megatron's order; kept, as most layouts of a search do not fit."""
+    return peak_activations(stock_schedule(p, m, chunks, overlaps), weights)
 
 
 def _further_ms(placement: Placement, times: PassTimes, *, pairs: bool) -> list[float]:

@@ -19,7 +19,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
-def stock_schedule(p: int, m: int, chunks: int = 1, *, overlaps: bool = False) -> Schedule:
+def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False) -> Schedule:
     """The passes of every rank as Megatron runs them, for ``m`` microbatches on ``p`` ranks.
 
     With several chunks Megatron wants ``m`` to be a multiple of ``p``, which is not checked here. If it
