@@ -184,7 +184,7 @@ EXPERTS = Request(
 
 def test_pairs_are_compared_where_an_exchange_can_be_hidden() -> None:
     def tried(e: int) -> set[str]:
-        asked = replace(EXPERTS, job=replace(EXPERTS.job, e=e))
+        asked = replace(EXPERTS, job=replace(EXPERTS.job, e=e, m=4))
         return {one.family for one in all_choices(asked, ("baseline",))}
 
     paired = {"dualpipev", "1f1b-overlap"}

@@ -168,6 +168,8 @@ def test_a_preset_takes_arguments_of_the_job() -> None:
     result = plan(
         "--preset",
         "llama-3.2-3b",
+        "--microbatches",
+        "4",
         "--",
         "--context-parallel-size",
         "2",

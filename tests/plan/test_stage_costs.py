@@ -46,6 +46,7 @@ def test_dense_layers_heads_and_the_output_layer_are_where_they_are() -> None:
     assert costs.layers_per_stage == (3, 2, 2, 2, 2, 2, 2, 2)
 
 
+@pytest.mark.slow
 def test_a_plan_that_knows_the_layout_is_near_the_best() -> None:
     """A V with few layers beside the whole output layer: planned with times of its stages, with those of
     another GPU, and with even ones.
