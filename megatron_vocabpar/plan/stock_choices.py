@@ -71,15 +71,16 @@ def stock_in_full(choice: Choice) -> Choice:
     if not request.model.pattern:
         return replace(stock_choice(request, placed, False), needed_gib=choice.needed_gib)
 
-    def with_bars(counts: tuple[int, ...], shorter: bool) -> Choice:
-        return stock_choice(request, _with_bars(request, placed, counts), shorter)
+    def with_bars(counts: tuple[int, ...], shorter: bool, below_ms: float = inf) -> Choice:
+        return stock_choice(request, _with_bars(request, placed, counts), shorter, below_ms)
 
     first = best = with_bars(choice.layers, True)
     known, ways = {best.layers}, moves(best.layers)
     while len(known) < _PLAYS and (counts := next(ways, None)):
         if counts not in known:
             known.add(counts)
-            if _order(other := with_bars(counts, True)) < _order(best):
+            other = with_bars(counts, True, best.iteration_ms if best.fits else inf)
+            if _order(other) < _order(best):
                 best, ways = other, moves(counts)
     full = {one.layers: with_bars(one.layers, False) for one in (first, best)}
     return replace(min(full.values(), key=_order), needed_gib=choice.needed_gib)
@@ -124,7 +125,13 @@ def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: floa
     model, job, baseline = request.model, request.job, method_named(BASELINE)
     rounds = -(-request.trial_microbatches // job.p) * job.p  # whole rounds of the interleaved schedule
     m = min(job.m, rounds) if shorter else job.m
-    costs, placement = costs_of(request, placed.layers), Placement(job.p, placed.chunks, "standard")
+    placement, order = Placement(job.p, placed.chunks, "standard"), (job.p, m, placed.chunks, placed.overlaps)
+    held = map(Held, _peaks(*order, tuple(held_by_stages(model, job, placed.layers))))
+    stages = stage_memory(model, job, baseline, placement, placed.layers, [*held], Bytes())
+    choice = Choice(request, STOCK, placed.name, placed.layers, inf, stages=tuple(stages), flags=placed.flags)
+    if shorter and not choice.fits:
+        return choice
+    costs = costs_of(request, placed.layers)
     times = PassTimes.of(costs, Schedule(baseline, placement, m), splits_w=False)
     parameters = parameters_of(model, job, baseline, placement, placed.layers)
     after = longest_after_ms(job, request.hardware, parameters, costs)
@@ -139,15 +146,8 @@ def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: floa
     ways_ms = _ways_ms(placement, times)
     least_ms = max(way_ms + job.m * ms for way_ms, ms in zip(ways_ms, further, strict=True))
     (least_ms, *_), _ = priced(least_ms, job.m * sum(further))
-    choice = Choice(request, STOCK, placed.name, placed.layers, inf, flags=placed.flags)
     if least_ms >= below_ms:
         return replace(choice, problem=f"takes at least {least_ms:.0f} ms")
-    order, weights = (job.p, m, placed.chunks, placed.overlaps), held_by_stages(model, job, placed.layers)
-    held = map(Held, _peaks(*order, tuple(weights)))
-    stages = stage_memory(model, job, baseline, placement, placed.layers, [*held], Bytes())
-    choice = replace(choice, stages=tuple(stages))
-    if shorter and not choice.fits:
-        return choice
     schedule = stock_schedule(*order)
     length_ms = max(run_passes(schedule, times).ends) + (job.m - m) * max(further)
     work_ms = sum(map(times.of_instruction, chain.from_iterable(schedule.rows))) + (job.m - m) * sum(further)
