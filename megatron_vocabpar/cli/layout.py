@@ -47,16 +47,16 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
         raise ValueError(problem)
     request = Request(model, job, gpu, options["memory_gib"] or gpu.memory_gib)
     checked = None if given_layout is None else _checked(request, given_layout)
-    placed = [each for each in layouts_of(request) if chunks in (None, each.chunks)]
-    if not placed:
+    layouts = [layout for layout in layouts_of(request) if chunks in (None, layout.chunks)]
+    if not layouts:
         raise ValueError(
             f"no layout of {model.layers} layers has {chunks} chunks on each of {job.p} ranks with {job.m} "
             "microbatches; give fewer --chunks, or --microbatches that --pp divides"
         )
     unlimited = replace(request, limit_gib=inf)  # where nothing fits the fastest is told
-    tried = [(stock_choice(unlimited, each, True), each) for each in placed]
-    fitting = [one for one in tried if one[0].peak_gib <= request.limit_gib]
-    choice, layout = min(fitting or tried, key=lambda one: one[0].iteration_ms)
+    plays = [(stock_choice(unlimited, layout, True), layout) for layout in layouts]
+    fitting = [(quick, layout) for quick, layout in plays if quick.peak_gib <= request.limit_gib]
+    choice, layout = min(fitting or plays, key=lambda play: play[0].iteration_ms)
     choice = stock_in_full(replace(choice, request=request) if fitting else choice)
     layout = layout._replace(layers=choice.layers)
     ours = best_of(all_choices(request))  # what cannot be is refused before anything is told

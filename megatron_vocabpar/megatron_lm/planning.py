@@ -279,9 +279,9 @@ def plan_request(
     ]
     best, *others = choose(map(Scheduled.of, requests), Scheduled.in_full)
     slower = ", ".join(
-        f"{one.request.method_name} in {one.request.family_name} {one.known_ms / best.known_ms - 1:+.1%}"
-        + ("" if one.is_full else " at least")
-        for one in others
+        f"{slow.request.method_name} in {slow.request.family_name} {slow.known_ms / best.known_ms - 1:+.1%}"
+        + ("" if slow.is_full else " at least")
+        for slow in others
     )
     return best.request, (
         f"auto takes {best.request.method_name} in {best.request.family_name}, the fastest within {cap:g} "

@@ -85,7 +85,7 @@ def reasons(choices: Sequence[Choice], best: Choice) -> list[str]:
             f"{100 * (most * job.p / model.layers - 1):.0f} % more than the mean, except where layers move"
             + (f"; {', '.join(even[-3:])} ranks would be even." if even else ".")
         )
-    fitting = [one for one in choices if one.fits]
+    fitting = [choice for choice in choices if choice.fits]
     baseline = _find(choices, BASELINE, "1f1b")
     if baseline is not None and best is not baseline and not baseline.problem:
         gain = baseline.iteration_ms / best.iteration_ms
@@ -94,18 +94,25 @@ def reasons(choices: Sequence[Choice], best: Choice) -> list[str]:
             f"{best.name} is {gain:.2f} times as fast as the baseline in 1f1b{unfit}; its fullest rank "
             f"holds {best.peak_gib:.1f} GiB against {baseline.peak_gib:.1f}."
         )
-    near = [one for one in fitting if one is not best and one.iteration_ms <= _CLOSE * best.iteration_ms]
+    near = [
+        choice
+        for choice in fitting
+        if choice is not best and choice.iteration_ms <= _CLOSE * best.iteration_ms
+    ]
     if near:
-        lean = min(near, key=lambda one: one.peak_gib)
+        lean = min(near, key=lambda choice: choice.peak_gib)
+        names = ", ".join(choice.name for choice in near)
         lines.append(
-            f"Within {100 * (_CLOSE - 1):.0f} % of it: {', '.join(one.name for one in near)}; the least "
-            f"memory of these has {lean.name}, {lean.peak_gib:.1f} GiB."
+            f"Within {100 * (_CLOSE - 1):.0f} % of it: {names}; the least memory of these has {lean.name}, "
+            f"{lean.peak_gib:.1f} GiB."
         )
     faster = [
-        one for one in choices if not one.problem and not one.fits and one.iteration_ms < best.iteration_ms
+        choice
+        for choice in choices
+        if not choice.problem and not choice.fits and choice.iteration_ms < best.iteration_ms
     ]
     if faster:
-        lines.append(f"Faster, but too large: {', '.join(one.name for one in faster)}.")
+        lines.append(f"Faster, but too large: {', '.join(choice.name for choice in faster)}.")
     return lines + channels(best) + redistribution(choices)
 
 
@@ -113,10 +120,10 @@ def redistribution(choices: Sequence[Choice]) -> list[str]:
     """A sentence if moving layers away from the last stage is enough; else none."""
     moved = _find(choices, REDIS, "1f1b")
     found = (_find(choices, method, "1f1b") for method in (VOCAB_1, VOCAB_2))
-    partitioned = [one for one in found if one is not None and not one.problem]
+    partitioned = [choice for choice in found if choice is not None and not choice.problem]
     if moved is None or moved.problem or not partitioned:
         return []
-    best = min(partitioned, key=lambda one: one.iteration_ms)
+    best = min(partitioned, key=lambda choice: choice.iteration_ms)
     ratio = moved.iteration_ms / best.iteration_ms
     if ratio > _SUFFICES:
         return []
@@ -185,11 +192,13 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 def _fitting(request: Request) -> Choice | None:
     """The fastest of the lean choices that fits."""
     tried = [choice_of(request, method, family) for method, family in _LEAN]
-    return min((one for one in tried if one.fits), key=lambda one: one.iteration_ms, default=None)
+    return min(
+        (choice for choice in tried if choice.fits), key=lambda choice: choice.iteration_ms, default=None
+    )
 
 
 def _find(choices: Sequence[Choice], method: str, family: str) -> Choice | None:
-    return next((one for one in choices if (one.method, one.family) == (method, family)), None)
+    return next((choice for choice in choices if (choice.method, choice.family) == (method, family)), None)
 
 
 def summary(request: Request) -> list[str]:
@@ -251,7 +260,7 @@ def shares(choice: Choice) -> dict[str, float]:
 
 def binds(choice: Choice) -> str:
     """In words, the largest losses of time, and the memory that faster settings would need."""
-    parts = sorted(shares(choice).items(), key=lambda one: -one[1])
+    parts = sorted(shares(choice).items(), key=lambda part: -part[1])
     causes = [f"{name} {100 * share:.0f} %" for name, share in parts[:2] if share >= _SAYS]
     if choice.needed_gib:
         causes.append(f"memory: more than {choice.request.limit_gib:.0f} GiB without what is saved")

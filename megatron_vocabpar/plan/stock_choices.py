@@ -41,9 +41,9 @@ def stock_choices(request: Request) -> list[Choice]:
     for placed in layouts_of(request):
         kind = re.sub(r" x\d+", "", placed.name)
         kinds.setdefault(kind, []).append(stock_choice(request, placed, False))
-    found = [min(some, key=_order) for some in kinds.values()]
-    best = min(found, key=_order) if request.model.pattern else None
-    return [stock_in_full(one) if one is best else one for one in found]
+    ranked = [min(of_kind, key=_order) for of_kind in kinds.values()]
+    best = min(ranked, key=_order) if request.model.pattern else None
+    return [stock_in_full(choice) if choice is best else choice for choice in ranked]
 
 
 def quick_stock_choices(request: Request, below_ms: float = inf) -> list[Choice]:
@@ -82,7 +82,7 @@ def stock_in_full(choice: Choice) -> Choice:
             other = with_bars(counts, True, best.iteration_ms if best.fits else inf)
             if _order(other) < _order(best):
                 best, ways = other, moves(counts)
-    full = {one.layers: with_bars(one.layers, False) for one in (first, best)}
+    full = {quick.layers: with_bars(quick.layers, False) for quick in (first, best)}
     return replace(min(full.values(), key=_order), needed_gib=choice.needed_gib)
 
 
@@ -102,12 +102,16 @@ def layouts_of(request: Request) -> Iterator[Layout]:
     Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
     """
     model, p, several = request.model, request.job.p, request.job.m % request.job.p == 0
-    ways = [one for one in layouts(model.layers, p, request.costs()) if several or one.chunks == 1]
+    possible = [
+        placed for placed in layouts(model.layers, p, request.costs()) if several or placed.chunks == 1
+    ]
     if not model.pattern:
-        yield from ways
+        yield from possible
         return
     work, known = works(request), set()
-    for placed in [one for one in ways if "counted" not in one.name and p * one.chunks <= model.layers]:
+    for placed in possible:
+        if "counted" in placed.name or p * placed.chunks > model.layers:
+            continue
         share = ideal(request, method_named(BASELINE), Placement(p, placed.chunks, "standard"))
         ranks, stages = [*range(p)] * placed.chunks, range(p * placed.chunks)
         for wanted, alike in ((placed.layers, ranks), (placed.layers, stages), (share, ranks)):

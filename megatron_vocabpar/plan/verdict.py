@@ -43,9 +43,11 @@ class Verdict:
 
 def verdict(choices: Sequence[Choice]) -> Verdict | None:
     """The verdict on choices that fit; None unless there are ours and Megatron's."""
-    ours = [one for one in choices if not one.stock]
-    stock = [one for one in choices if one.stock]
+    ours = [choice for choice in choices if not choice.stock]
+    stock = [choice for choice in choices if choice.stock]
     if not ours or not stock:
         return None
-    first = min(one.iteration_ms for one in stock) / min(one.iteration_ms for one in ours)
-    return Verdict((first, min(one.other_ms for one in stock) / min(one.other_ms for one in ours)))
+    first = min(choice.iteration_ms for choice in stock) / min(choice.iteration_ms for choice in ours)
+    return Verdict(
+        (first, min(choice.other_ms for choice in stock) / min(choice.other_ms for choice in ours))
+    )
