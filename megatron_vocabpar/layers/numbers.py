@@ -95,10 +95,9 @@ class Softmax:
 
 def empty_softmax(n: int, dtype: torch.dtype, device: torch.device, *, whole: bool = False) -> Softmax:
     """Uninitialised memory for the softmax of n tokens; ``whole`` adds ``weight_peak``."""
-    nll, offset, total, target_deficit = torch.empty((4, n), dtype=dtype, device=device).unbind()
-    valid = torch.empty(n, dtype=torch.bool, device=device)
+    nll, new = torch.empty(n, dtype=dtype, device=device), torch.empty_like
     peak = torch.empty((), dtype=torch.float64, device=device) if whole else None
-    return Softmax(nll, offset, total, target_deficit, valid, weight_peak=peak)
+    return Softmax(nll, new(nll), new(nll), new(nll), new(nll, dtype=torch.bool), weight_peak=peak)
 
 
 class RowGradient(NamedTuple):
@@ -120,6 +119,15 @@ class TokenGradient(NamedTuple):
     slopes: Slopes
     k: Tensor
     target_slope: Tensor | None = None
+
+
+class TargetGradient(NamedTuple):
+    """A ``RowGradient`` whose ``row`` is in the exponentials already: [n] the gradients at the targets."""
+
+    target: Tensor
+
+
+Gradient = TokenGradient | RowGradient | TargetGradient
 
 
 def row_gradient(

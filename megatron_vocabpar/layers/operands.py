@@ -88,26 +88,22 @@ class Tokens:
 
     def true_rows(self, matrix: Tensor) -> Tensor:
         """[P', H] of a weight or a gradient [P, H]."""
-        return part_of(matrix, slice(0, self.shard.valid_rows))
-
-    def true_columns(self, e: Tensor) -> Tensor:
-        """[c, P'] of exponentials [c, P]."""
         valid = self.shard.valid_rows
-        return e if valid == e.shape[1] else e[:, :valid]
+        return matrix if valid == matrix.shape[0] else matrix[:valid]
 
     def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Write ``E W`` to ``out`` [c, H], for exponentials [c, P] of any tokens."""
+        """Write ``E W`` to ``out`` [c, H], for exponentials [c, P] of any tokens and the true rows of W."""
         if self.fp8_weight is not None:
             out.copy_(self.fp8_weight.input_gradient(e))
         else:
-            product(self.true_columns(e), self.true_rows(weight), out=out)
+            product(true_columns(e, weight), weight, out=out)
 
     def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
-        """``main_grad += factor * E^T x``, for exponentials [c, P] of any tokens and scaled rows x [c, H]."""
+        """Add ``factor * E^T x`` to the true rows, of exponentials [c, P] and scaled rows x [c, H]."""
         if self.fp8_weight is not None:
-            self.fp8_weight.add_weight_gradient_(main_grad, e, x, self.shard.valid_rows, factor)
+            self.fp8_weight.add_weight_gradient_(main_grad, e, x, main_grad.shape[0], factor)
         else:
-            add_product_(self.true_rows(main_grad), self.true_columns(e).t(), x, factor)
+            add_product_(main_grad, true_columns(e, main_grad).t(), x, factor)
 
     def exponentials_with(
         self,
@@ -140,25 +136,23 @@ class Tokens:
         Exponentials are stored in ``e``. Without it those of one chunk exist at a time if ``transient``; they
         overwrite their logits if both have one dtype.
         """
-        n, hidden = self.x.shape
-        for rows in product_chunks(self.x.device, n, self.shard.rows, hidden, self.options.rows_per_chunk):
+        (n, hidden), storage, options = self.x.shape, self.storage, self.options
+        for rows in product_chunks(self.x.device, n, self.shard.rows, hidden, options.rows_per_chunk):
             logits = logits_of(rows)
             out = None if e is None else part_of(e, rows)
             if out is None and transient:
-                out = logits if logits.dtype == self.storage else torch.empty_like(logits, dtype=self.storage)
-            yield (
-                rows,
-                exponentials(
-                    logits,
-                    part_of(self.targets.rows, rows),
-                    self.shard.valid_rows,
-                    None if offset is None else part_of(offset, rows),
-                    dtype=self.storage,
-                    out=out,
-                    stats=None if stats is None else part_of(stats, rows),
-                    terms=self.options.terms,
-                ),
+                out = logits if logits.dtype == storage else torch.empty_like(logits, dtype=storage)
+            part = exponentials(
+                logits,
+                part_of(self.targets.rows, rows),
+                self.shard.valid_rows,
+                None if offset is None else part_of(offset, rows),
+                dtype=storage,
+                out=out,
+                stats=None if stats is None else part_of(stats, rows),
+                terms=options.terms,
             )
+            yield rows, part
 
 
 def tokens_of(
@@ -168,9 +162,15 @@ def tokens_of(
     return Tokens(x, shard, check_arguments(x, weight, targets, shard), options)
 
 
+def true_columns(e: Tensor, true_rows: Tensor) -> Tensor:
+    """[c, P'] of exponentials [c, P], for a matrix [P', H]."""
+    valid = true_rows.shape[0]
+    return e if valid == e.shape[1] else e[:, :valid]
+
+
 def part_of(tensor: Tensor, rows: slice) -> Tensor:
     """``tensor[rows]``; without a view if these are all, as a view takes the host as long as a launch."""
-    return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
 
 
 def joined_slopes(slopes: list[Tensor | None]) -> Tensor | None:

@@ -12,7 +12,7 @@ here to a larger one if it is cheap). Next: ``softmax_stats.py`` (how ranges joi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 
 FP8_MULTIPLE = 16
@@ -36,22 +36,20 @@ class VocabRange:
     start: int
     stop: int
     vocab_size: int
+    valid_rows: int = field(init=False, repr=False, compare=False)
+    """The leading rows that are true ids; 0 for a shard that is all padding."""
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise ValueError(f"vocabulary size {self.vocab_size}: give at least one id")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"rows [{self.start}, {self.stop}): need 0 <= start <= stop")
+        object.__setattr__(self, "valid_rows", max(0, min(self.stop, self.vocab_size) - self.start))
 
     @property
     def rows(self) -> int:
         """P, the rows of this shard's weight, padding included."""
         return self.stop - self.start
-
-    @property
-    def valid_rows(self) -> int:
-        """The leading rows that are true ids; 0 for a shard that is all padding."""
-        return max(0, min(self.stop, self.vocab_size) - self.start)
 
 
 def padded_vocab_size(vocab_size: int, pipeline: int, tensor: int = 1, divisible_by: int = 1) -> int:

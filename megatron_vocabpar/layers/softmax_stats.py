@@ -38,11 +38,11 @@ def softmax_place(stats: Tensor) -> Softmax:
     Args:
         stats: one shard's statistics.
     """
-    whole = stats.dtype == torch.int64
-    dtype = stats.dtype
-    if whole:
-        dtype = torch.float32 if stats.shape[1] == WHOLE_WIDTH else torch.float64
-    return empty_softmax(len(stats), dtype, stats.device, whole=whole)
+    n, width = stats.shape
+    if stats.dtype != torch.int64:
+        return empty_softmax(n, stats.dtype, stats.device)
+    dtype = torch.float32 if width == WHOLE_WIDTH else torch.float64
+    return empty_softmax(n, dtype, stats.device, whole=True)
 
 
 def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
@@ -80,4 +80,5 @@ def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
         )
     if weight_peak is not None and out is not None and out.weight_peak is not None:
         weight_peak = out.weight_peak.copy_(weight_peak)
-    return replace(merge(gathered, out), weight_peak=weight_peak)
+    softmax = merge(gathered, out)
+    return softmax if weight_peak is None else replace(softmax, weight_peak=weight_peak)

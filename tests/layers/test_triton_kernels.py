@@ -20,7 +20,7 @@ from megatron_vocabpar.layers.exponents import NOTHING
 from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import LEEWAY, Exponentials
-from megatron_vocabpar.layers.numbers import Slopes, TokenGradient
+from megatron_vocabpar.layers.numbers import Slopes, TargetGradient, TokenGradient
 from megatron_vocabpar.layers.softmax_stats import softmax_place
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
@@ -425,9 +425,11 @@ def test_finish_and_prepare(
         apart, in_place, only_targets = torch.empty(n, hidden, device=device), on(source), on(source)
         kernels.finish(apart, on(source), on(weight), there, factors)
         kernels.finish(in_place, in_place, on(weight), there, factors)
-        kernels.finish(only_targets, None, on(weight), there, kernels.row_gradient(*gradient))
+        target = TargetGradient(kernels.row_gradient(*gradient).target)
+        kernels.finish(only_targets, only_targets, on(weight), there, target)
         added = on(main_grad)
-        scaled = kernels.prepare(added, on(x), there, factors)
+        scaled, same = kernels.prepare(added, on(x), there, factors), on(x)
+        assert kernels.prepare(added, same, there, target) is same
         assert torch.equal(apart, in_place)
         results.append([tensor.cpu() for tensor in (apart, only_targets, added, scaled)])
     for expected, got in zip(*results, strict=True):

@@ -154,7 +154,7 @@ def _scale_rows(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None =
     return torch.empty_like(x) if out is None else out
 
 
-def _finish(grad: torch.Tensor, source: Any, weight: torch.Tensor, targets: ShardTargets, _: Any) -> None:
+def _finish(grad: torch.Tensor, _: Any, weight: torch.Tensor, targets: ShardTargets, __: Any) -> None:
     assert len(grad) == len(targets.rows)
     assert grad.shape[1] == weight.shape[1]
 

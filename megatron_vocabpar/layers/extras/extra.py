@@ -175,6 +175,8 @@ class CurveSum(Extra):
 def place_of(statistics: Tensor, extras: Sequence[Extra]) -> Softmax:
     """Memory for the result of ``join``, such as that of another stream, from one shard's statistics."""
     place = softmax_place(statistics)
+    if not extras:
+        return place
     return replace(place, extras={extra.name: extra.place(place.total) for extra in extras})
 
 
@@ -193,6 +195,8 @@ def join(gathered: Tensor, extras: Sequence[Extra] = (), out: Softmax | None = N
     if gathered.dtype == torch.int64:
         return merge_stats(gathered, out=out)
     sent = [extra for extra in extras if extra.columns]
+    if not sent:
+        return merge_stats(gathered, out=out)
     widths = [extra.columns for extra in sent]
     if gathered.dim() != 3 or gathered.shape[2] != STATS_WIDTH + sum(widths):
         raise ValueError(

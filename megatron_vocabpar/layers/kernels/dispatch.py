@@ -138,10 +138,12 @@ def _served(specification: Callable[P, T], *decisive: int) -> Callable[P, T]:
 
     @wraps(specification)
     def serve(*args: P.args, **options: P.kwargs) -> T:
-        tensors: list[Any] = [args[place] for place in decisive]
-        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-        kernels = row_kernels(tensors[0].device, torch.float64 if wide else torch.float32)
-        result: T = getattr(kernels, name)(*args, **options)
+        dtype = torch.float32
+        for place in decisive:
+            tensor: Any = args[place]
+            if tensor.dtype == torch.float64:
+                dtype = torch.float64
+        result: T = getattr(row_kernels(tensor.device, dtype), name)(*args, **options)
         return result
 
     return serve

@@ -1,19 +1,18 @@
 """Launches of Triton kernels that take the host little.
 
-Triton binds and examines every argument of every launch, 9 us of the host. A ``Launcher`` lets it do so for
-the first launch of each variant, and hands later ones to the compiled kernel, as addresses and numbers: 2 us.
-Profilers that hook Triton's launches see the first ones alone; those that ask the driver see all.
+Triton binds and examines every argument of every launch. A ``Launcher`` lets it do so for the first launch of
+each variant, and hands later ones to the compiled kernel, as addresses and numbers. (Profilers that hook
+Triton's launches see the first ones alone; those that ask the driver see all.)
 
-Which variant a launch is follows from the order of a kernel's parameters: matrices, vectors, counts, sizes,
-then constants. Dtypes, sizes and constants choose it, and that matrices begin at multiples of 16 bytes. Where
-vectors begin does not, nor do counts, which are those of tokens: so a training compiles nothing after its
-first microbatch.
+A kernel's parameters are matrices, vectors, counts, sizes, then constants. Dtypes, sizes and constants choose
+the variant, and that matrices begin at multiples of 16 bytes. Where vectors begin does not, nor do counts,
+which are those of tokens: so a training compiles nothing after its first microbatch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -26,12 +25,7 @@ FP_FUSION = False
 
 
 class Launcher:
-    """A kernel whose parameters are in that order.
-
-    Args:
-        function: the kernel's source.
-        matrices, vectors, counts: how many of its first parameters are each.
-    """
+    """A kernel whose first parameters are so many matrices, vectors and counts."""
 
     def __init__(self, function: Callable[..., Any], matrices: int, vectors: int, counts: int) -> None:
         names, tensors = list(inspect.signature(function).parameters), matrices + vectors
@@ -47,34 +41,30 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, int],
-        tensors: Sequence[Tensor],
-        counts: Sequence[int] = (),
-        sizes: Sequence[float] = (),
-        *,
+        tensors: tuple[Tensor, ...],
+        counts: tuple[int, ...],
+        sizes: tuple[float, ...],
+        constants: tuple[int, ...],
         num_warps: int = 4,
-        **constants: int,
     ) -> None:
-        """Launch it; ``constants`` stand in the order of the kernel's parameters."""
         pointers = [tensor.data_ptr() for tensor in tensors]
-        together = 0
+        together, key = 0, None
         for pointer in pointers[: self._matrices]:
             together |= pointer
-        key = None
         if self._compiles and together % 16 == 0:
             active = driver.active
             device = active.get_current_device()
-            key = (device, num_warps, *[tensor.dtype for tensor in tensors], *sizes, *constants.values())
+            key = (device, sizes, constants, num_warps, *[tensor.dtype for tensor in tensors])
             if (ready := self._ready.get(key)) is not None:
-                run, function, metadata, rest = ready
+                run, *of_kernel = ready
                 stream = active.get_current_stream(device)
-                run(*grid, 1, stream, function, metadata, None, None, None, *pointers, *counts, *sizes, *rest)
+                run(*grid, 1, stream, *of_kernel, None, None, None, *pointers, *counts, *sizes, *constants)
                 return
         options = {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION}
-        kernel = self._jit[grid](*tensors, *counts, *sizes, **constants, **options)
+        kernel = self._jit[grid](*tensors, *counts, *sizes, *constants, **options)
         launched = getattr(kernel, "function", None) is not None  # and not only compiled
         if key is not None and launched:
-            rest = tuple(constants.values())
-            self._ready[key] = kernel.run, kernel.function, kernel.packed_metadata, rest
+            self._ready[key] = kernel.run, kernel.function, kernel.packed_metadata
 
 
 def launched(*, matrices: int, vectors: int, counts: int = 0) -> Callable[[Callable[..., Any]], Launcher]:

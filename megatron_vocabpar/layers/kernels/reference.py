@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import NOTHING, fraction_power, power_of_two, split_exponent
 from megatron_vocabpar.layers.gemm import result_dtype
-from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, TokenGradient, row_gradient
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, Gradient, RowGradient, TargetGradient, row_gradient
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -211,12 +211,7 @@ def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def scatter_add_rows_(
-    out: Tensor,
-    rows: Tensor,
-    values: Tensor,
-    scale: Tensor | None = None,
-    *,
-    order: Tensor | None = None,
+    out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None, *, order: Tensor | None = None
 ) -> None:
     """``out[rows[i]] += scale[i] * values[i]`` in place, repeats in one fixed order.
 
@@ -246,48 +241,41 @@ def scatter_add_rows_(
     _accumulate_rows_(out, rows, addends)
 
 
-def finish(
-    grad: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    targets: ShardTargets,
-    gradient: TokenGradient | RowGradient,
-) -> None:
+def finish(grad: Tensor, source: Tensor, weight: Tensor, targets: ShardTargets, gradient: Gradient) -> None:
     """T behind its product: ``grad_i = row_i source_i + target_i weight[rows_i]``.
 
     Args:
         grad: [n, H] fp32 or fp64, overwritten.
-        source: [n, H] like it, perhaps ``grad`` itself: E W. None: ``grad`` has ``row E W`` already.
+        source: [n, H] like it, perhaps ``grad`` itself: E W.
         weight: [P, H], the true rows.
         targets: of the tokens; only owned ones have a term with the weight.
-        gradient: the factors, or what they are made of.
+        gradient: the factors, or what they are made of; where ``row`` is in E, it is left out.
     """
-    row, target = factors(gradient)
-    if source is not None:
+    row, target = _factors(gradient)
+    if row is not None:
         scale_rows(source, row, grad)
     tokens = targets.owned
     addends = weight[targets.rows[tokens]].to(grad.dtype) * target[tokens].unsqueeze(1)
     _accumulate_rows_(grad, tokens, addends)
 
 
-def prepare(
-    main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: TokenGradient | RowGradient
-) -> Tensor:
+def prepare(main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: Gradient) -> Tensor:
     """TW before its product: ``main_grad[rows_i] += target_i x_i`` of owned targets; returns ``row_i x_i``.
 
     Args:
         main_grad: [P, H], the true rows, added to as by ``scatter_add_rows_``.
         x: [n, H], untouched.
         targets: of the tokens.
-        gradient: the factors, or what they are made of.
+        gradient: as for ``finish``.
     """
-    row, target = factors(gradient)
+    row, target = _factors(gradient)
     scatter_add_rows_(main_grad, targets.rows, x, target, order=targets.owned)
-    return scale_rows(x, row)
+    return x if row is None else scale_rows(x, row)
 
 
-def factors(gradient: TokenGradient | RowGradient) -> RowGradient:
-    """The factors of a gradient, computed unless they are given."""
+def _factors(gradient: Gradient) -> tuple[Tensor | None, Tensor]:
+    if isinstance(gradient, TargetGradient):
+        return None, gradient.target
     return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient)
 
 

@@ -13,6 +13,8 @@ their blocks. Any other mask of a load would keep the compiler from loading 16 b
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -201,6 +203,17 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     tl.store(row_stats + 1, total)
 
 
+@cache
+def _block_of(columns: int, capped: bool) -> int:
+    """Elements that a program has at a time.
+
+    With 4096 registers spill: with a cap on sm_80; with P 8194, whose rows are read element by element, on
+    sm_90 with Triton 3.6.
+    """
+    longest = _MAX_BLOCK_SMALL if capped or columns % 16 else _MAX_BLOCK
+    return min(longest, max(16, 1 << (columns - 1).bit_length()))
+
+
 def exponentials(
     logits: Tensor,
     target_row: Tensor,
@@ -213,45 +226,26 @@ def exponentials(
     terms: LossTerms = PLAIN,
 ) -> Exponentials:
     """As ``reference.exponentials``, for fp32 logits whose rows are contiguous; they are left as they are."""
-    assert logits.dtype == torch.float32, logits.dtype
-    assert logits.stride(1) == 1 or logits.shape[1] <= 1, logits.stride()
-    assert out is None or out.stride(1) == 1 or out.shape[1] <= 1
     n, columns = logits.shape
+    e, e_dtype = (logits, None) if out is None else (out, out.dtype)
+    (stride, step), (e_stride, e_step) = logits.stride(), e.stride()
+    assert logits.dtype == torch.float32, logits.dtype
+    assert step == e_step == 1 or columns <= 1, (logits.stride(), e.stride())
     stats = logits.new_empty((n, STATS_WIDTH)) if stats is None else stats
     softcap, headroom = terms.softcap, HEADROOM.get(logits.dtype if dtype is None else dtype, 0)
     slope = None if softcap is None else logits.new_empty(n)
     if n:
-        # With 4096 elements registers spill: with a cap on sm_80; with P 8194, whose rows are read element by
-        # element, on sm_90 with Triton 3.6.
-        longest = _MAX_BLOCK if softcap is None and columns % 16 == 0 else _MAX_BLOCK_SMALL
-        block = min(longest, max(16, triton.next_power_of_2(columns)))
+        block, given = _block_of(columns, softcap is not None), stats if offset is None else offset
         _exponentials_kernel(
             (n, 1),
-            (
-                logits,
-                logits if out is None else out,
-                target_row.contiguous(),
-                stats,
-                stats if offset is None else offset,
-                stats if slope is None else slope,
-            ),
-            sizes=(
-                logits.stride(0),
-                0 if out is None else out.stride(0),
-                stats.stride(0),
-                0 if offset is None else offset.stride(0),
-                columns,
-                valid_rows,
-                float(terms.logit_scale),
-                1.0 if softcap is None else float(softcap),
-            ),
-            HEADROOM=headroom,
-            HAS_OFFSET=offset is not None,
+            (logits, e, target_row.contiguous(), stats, given, stats if slope is None else slope),
+            (),
+            (stride, e_stride, stats.stride(0), given.stride(0), columns, valid_rows,
+             float(terms.logit_scale), 1.0 if softcap is None else float(softcap)),
             # Storage without headroom has fp32's exponents. E in the logits' place leaves no second pass.
-            PROVISIONAL=offset is None and not headroom and (out is None or out.dtype != logits.dtype),
-            STORE=out is not None,
-            SOFTCAP=softcap is not None,
-            BLOCK=block,
-            num_warps=8 if block >= 2048 else 4,
-        )
+            (headroom, offset is not None,
+             offset is None and not headroom and e_dtype != torch.float32,
+             out is not None, softcap is not None, block),
+            8 if block >= 2048 else 4,
+        )  # fmt: skip
     return Exponentials(out, stats, slope)

@@ -7,14 +7,13 @@ program computes the factors of its row itself: that is a dozen numbers, and spa
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_vocabpar.layers.kernels.launcher import launched
 from megatron_vocabpar.layers.kernels.triton_exponentials import power_of_two
 from megatron_vocabpar.layers.kernels.triton_stats import factor_arguments, factors
-from megatron_vocabpar.layers.numbers import RowGradient, TokenGradient
+from megatron_vocabpar.layers.numbers import Gradient, RowGradient, TargetGradient
 from megatron_vocabpar.layers.targets import ShardTargets
 
 _BLOCK = 1024
@@ -27,28 +26,14 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     source,  # [n, H], perhaps out
     weight,  # [P, H], read if TARGETS
     target_row,  # [n] int64
-    k,  # [n] fp32, as are the next four; the row's factors, unless COMPUTED
-    offset,
-    total,
-    nll,
-    deficit,  # the targets' factors, unless COMPUTED
-    valid,  # [n] boolean
-    slope,  # [n] of the nll
-    lse,  # [n] slopes, read if LSE
-    cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
-    k_stride,
-    slope_stride,
-    out_stride,
-    source_stride,
-    weight_stride,
+    k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,  # of factors()
+    out_stride, source_stride, weight_stride,
     columns,  # H
-    COMPUTED: tl.constexpr,
-    LSE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -118,30 +103,16 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     scaled,  # [n, H]
     rows,  # [n] int64
     order,  # [m] int64 places of rows, which makes them ascend
-    k,  # [n] fp32, as are the next four; the row's factors, unless COMPUTED
-    offset,
-    total,
-    nll,
-    deficit,  # the targets' factors, unless COMPUTED
-    valid,  # [n] boolean
-    slope,  # [n] of the nll
-    lse,  # [n] slopes, read if LSE
-    cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
+    k, offset, total, nll, deficit, valid, slope, lse, cap,  # of factors()
     n,  # 0 if rows are only added
     count,  # m
-    k_stride,
-    slope_stride,
-    out_stride,
-    x_stride,
-    scaled_stride,
+    k_stride, slope_stride, out_stride, x_stride, scaled_stride,
     columns,  # H
-    COMPUTED: tl.constexpr,
-    LSE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     REPEATS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """The first n programs scale a row each; then one program per run of equal rows (the others end at once).
 
     ``REPEATS`` entries are read at a time, as loads that don't wait for each other, and added one by one.
@@ -188,45 +159,29 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
 def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.scale_rows``, for fp32 factors."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _finish(out, x if x.stride(1) == 1 else x.contiguous(), None, RowGradient(scale, scale))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty_like(x) if out is None else out
+    _finish(out, x, None, RowGradient(scale, scale))
     return out
 
 
-def finish(
-    grad: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    targets: ShardTargets,
-    gradient: TokenGradient | RowGradient,
-) -> None:
+def finish(grad: Tensor, source: Tensor, weight: Tensor, targets: ShardTargets, gradient: Gradient) -> None:
     """As ``reference.finish``, for fp32 statistics."""
     _finish(grad, source, (weight, targets.rows), gradient)
 
 
-def _finish(
-    out: Tensor,
-    source: Tensor | None,
-    targets: tuple[Tensor, Tensor] | None,
-    gradient: TokenGradient | RowGradient,
-) -> None:
+def _finish(out: Tensor, source: Tensor, targets: tuple[Tensor, Tensor] | None, gradient: Gradient) -> None:
     """Launch ``_finish_kernel``; ``targets`` are the weight and its rows."""
     n, columns = out.shape
     if not n or not columns:
         return
     assert out.stride(1) == 1 or columns == 1, out.stride()
-    tensors, strides, constants = factor_arguments(gradient)
-    source_ = out if source is None else source
+    tensors, strides, flags = factor_arguments(gradient)
     weight, rows = (out, tensors[0]) if targets is None else targets
-    _finish_kernel(
-        (n, triton.cdiv(columns, _BLOCK)),
-        (out, source_, weight, rows, *tensors),
-        sizes=(*strides, out.stride(0), source_.stride(0), weight.stride(0), columns),
-        **constants,
-        SCALED=source is not None,
-        TARGETS=targets is not None,
-        BLOCK=_BLOCK,
-    )
+    constants = (*flags, not isinstance(gradient, TargetGradient), targets is not None, _BLOCK)
+    sizes = (*strides, out.stride(0), source.stride(0), weight.stride(0), columns)
+    grid = n, -(-columns // _BLOCK)
+    _finish_kernel(grid, (out, source, weight, rows, *tensors), (), sizes, constants)
 
 
 def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -236,60 +191,40 @@ def lift(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
     n, columns = x.shape
     x, scale = x if x.stride(1) == 1 else x.contiguous(), scale.contiguous()
     peaks, lifted, undo = scale.new_empty(n), scale.new_empty(n), scale.new_empty(1)
-    _peaks_kernel((n, 1), (x, scale, peaks), sizes=(x.stride(0), columns), BLOCK=_BLOCK)
-    _lift_kernel((1, 1), (peaks, scale, lifted, undo), (n,), BLOCK=_BLOCK)
+    _peaks_kernel((n, 1), (x, scale, peaks), (), (x.stride(0), columns), (_BLOCK,))
+    _lift_kernel((1, 1), (peaks, scale, lifted, undo), (n,), (), (_BLOCK,))
     return lifted, undo
 
 
 def scatter_add_rows_(
-    out: Tensor,
-    rows: Tensor,
-    values: Tensor,
-    scale: Tensor | None = None,
-    *,
-    order: Tensor | None = None,
+    out: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None, *, order: Tensor | None = None
 ) -> None:
     """As ``reference.scatter_add_rows_``: repeats are summed in fp32, in the order of ``rows``."""
     order = torch.argsort(rows, stable=True) if order is None else order
     values = values if values.stride(1) == 1 else values.contiguous()
-    scale_ = rows if scale is None else scale.float().contiguous()
-    places, given = ShardTargets(rows.contiguous(), order), RowGradient(scale_, scale_)
-    _prepare(out, values, None, places, given, has_scale=scale is not None)
+    given = None if scale is None else TargetGradient(scale.float().contiguous())
+    _prepare(out, values, values, ShardTargets(rows.contiguous(), order), given)
 
 
-def prepare(
-    main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: TokenGradient | RowGradient
-) -> Tensor:
+def prepare(main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: Gradient) -> Tensor:
     """As ``reference.prepare``, for fp32 statistics."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    scaled = torch.empty_like(x, memory_format=torch.contiguous_format)
+    scaled = x if isinstance(gradient, TargetGradient) else torch.empty_like(x)
     _prepare(main_grad, x, scaled, targets, gradient)
     return scaled
 
 
-def _prepare(
-    out: Tensor,
-    x: Tensor,
-    scaled: Tensor | None,
-    targets: ShardTargets,
-    gradient: TokenGradient | RowGradient,
-    has_scale: bool = True,
-) -> None:
-    """Launch ``_prepare_kernel``; without ``scaled`` it only adds rows."""
-    n, count, columns = 0 if scaled is None else len(x), len(targets.owned), x.shape[1]
+def _prepare(out: Tensor, x: Tensor, scaled: Tensor, places: ShardTargets, gradient: Gradient | None) -> None:
+    """Launch ``_prepare_kernel``; with x for ``scaled`` rows are only added, without a gradient as they are."""
+    columns, count = x.shape[1], places.owned.shape[0]
+    n = 0 if scaled is x else x.shape[0]
     if n + count == 0 or columns == 0:
         return
     assert out.stride(1) == 1 or columns == 1, out.stride()
-    tensors, strides, constants = factor_arguments(gradient)
-    scaled = x if scaled is None else scaled
-    block = min(_COLUMNS, triton.next_power_of_2(columns))
-    _prepare_kernel(
-        (n + count, triton.cdiv(columns, block)),
-        (out, x, scaled, *targets, *tensors),
-        (n, count),
-        (*strides, out.stride(0), x.stride(0), scaled.stride(0), columns),
-        **constants,
-        HAS_SCALE=has_scale,
-        REPEATS=_REPEATS,
-        BLOCK=block,
-    )
+    none = TargetGradient(places.rows)
+    tensors, strides, flags = factor_arguments(none if gradient is None else gradient)
+    block = min(_COLUMNS, 1 << (columns - 1).bit_length())
+    constants = (*flags, gradient is not None, _REPEATS, block)
+    grid = n + count, -(-columns // block)
+    sizes = (*strides, out.stride(0), x.stride(0), scaled.stride(0), columns)
+    _prepare_kernel(grid, (out, x, scaled, *places, *tensors), (n, count), sizes, constants)

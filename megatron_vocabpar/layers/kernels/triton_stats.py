@@ -6,8 +6,6 @@ logarithms. One launch each; PyTorch makes dozens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,14 @@ from torch import Tensor
 from megatron_vocabpar.layers import exponents
 from megatron_vocabpar.layers.kernels.launcher import launched
 from megatron_vocabpar.layers.kernels.triton_exponentials import exponent, power_of_two, remainder
-from megatron_vocabpar.layers.numbers import RowGradient, Slopes, Softmax, TokenGradient, empty_softmax
+from megatron_vocabpar.layers.numbers import (
+    Gradient,
+    RowGradient,
+    Slopes,
+    Softmax,
+    TokenGradient,
+    empty_softmax,
+)
 
 _LOG2_E = tl.constexpr(exponents.LOG2_E)
 _LN2_HIGH = tl.constexpr(exponents.LN2_HIGH)
@@ -100,13 +105,19 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def factors(  # type: ignore[no-untyped-def]
-    token, inside, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+    token,
+    inside,
+    k,  # [n] fp32, as are the next four; the row's factors, unless COMPUTED
+    offset, total, nll,
+    deficit,  # the targets' factors, unless COMPUTED
+    valid,  # [n] boolean
+    slope,  # [n] of the nll
+    lse,  # [n] slopes, read if LSE
+    cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
+    k_stride, slope_stride,
     COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """``numbers.row_gradient`` of tokens inside; unless COMPUTED, ``k`` and ``deficit`` are the factors.
-
-    Who needs only one of the two loads nothing for the other.
-    """
+    """``numbers.row_gradient`` of tokens inside; who needs one of the two loads nothing for the other."""
     row = tl.load(k + token * k_stride, mask=inside, other=0.0)
     target = tl.load(deficit + token, mask=inside, other=0.0)
     if COMPUTED:
@@ -128,25 +139,14 @@ def factors(  # type: ignore[no-untyped-def]
 
 @launched(matrices=0, vectors=11, counts=1)
 def _row_gradient_kernel(  # type: ignore[no-untyped-def]
-    k,  # [n] fp32
-    offset,  # [n] fp32, as are the next three
-    total,
-    nll,
-    deficit,
-    valid,  # [n] boolean
-    slope,  # [n] of the nll
-    lse,  # [n] slopes, read if LSE
-    cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
+    k, offset, total, nll, deficit, valid, slope, lse, cap,  # of factors()
     row_out,  # [n] fp32
     target_out,  # [n] fp32
     n,
-    k_stride,
-    slope_stride,
-    COMPUTED: tl.constexpr,
-    LSE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    k_stride, slope_stride,
+    COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < n
     row, target = factors(
@@ -164,62 +164,32 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     if n:
         gathered = gathered if gathered.stride(2) == 1 else gathered.contiguous()
         rank_stride, token_stride, _ = gathered.stride()
-        _merge_kernel(
-            (triton.cdiv(n, _BLOCK), 1),
-            (gathered, out.nll, out.offset, out.total, out.target_deficit, out.valid),
-            (n, rank_stride),
-            (ranks, token_stride),
-            BLOCK=_BLOCK,
-        )
+        tensors = gathered, out.nll, out.offset, out.total, out.target_deficit, out.valid
+        grid = -(-n // _BLOCK), 1
+        _merge_kernel(grid, tensors, (n, rank_stride), (ranks, token_stride), (_BLOCK,))
     return out
 
 
-class FactorArguments(NamedTuple):
-    """What kernels take to compute, or to load, the factors of ``reference.finish``.
-
-    Attributes:
-        tensors: k, offset, total, nll, deficit, valid, slope, lse, cap; in the place of k and of the deficit
-            row and target, if they are given.
-        strides: of k and of the slope.
-        constants: COMPUTED, LSE and SOFTCAP.
-    """
-
-    tensors: tuple[Tensor, ...]
-    strides: tuple[int, int]
-    constants: dict[str, int]
-
-
-def factor_arguments(gradient: TokenGradient | RowGradient) -> FactorArguments:
-    """Of a gradient in factors, or of what it is made of; fp32."""
-    if isinstance(gradient, RowGradient):
-        row, target = gradient
-        constants = {"COMPUTED": False, "LSE": False, "SOFTCAP": False}
-        return FactorArguments((row,) * 4 + (target,) + (row,) * 4, (row.stride(0), 1), constants)
-    softmax, slopes, k, cap = gradient
-    slope, lse = slopes.nll, slopes.lse
-    tensors = (
-        k,
-        softmax.offset,
-        softmax.total,
-        softmax.nll,
-        softmax.target_deficit,
-        softmax.valid,
-        slope,
-        slope if lse is None else lse.contiguous(),
-        k if cap is None else cap,
-    )
-    constants = {"COMPUTED": True, "LSE": lse is not None, "SOFTCAP": cap is not None}
-    return FactorArguments(tensors, (k.stride(0), slope.stride(0)), constants)
+def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor, ...], tuple[int, int], tuple[int, ...]]:
+    """What ``factors`` takes: nine tensors, two strides and three constants."""
+    if not isinstance(gradient, TokenGradient):
+        row, target = gradient[0], gradient[-1]
+        return (row,) * 4 + (target,) + (row,) * 4, (row.stride(0), 1), (False, False, False)
+    softmax, (slope, lse, _), k, cap = gradient
+    numbers = softmax.offset, softmax.total, softmax.nll, softmax.target_deficit, softmax.valid
+    of_lse, of_cap = slope if lse is None else lse.contiguous(), k if cap is None else cap
+    flags = True, lse is not None, cap is not None
+    return (k, *numbers, slope, of_lse, of_cap), (k.stride(0), slope.stride(0)), flags
 
 
 def row_gradient(
     softmax: Softmax, slopes: Slopes, k: Tensor, target_slope: Tensor | None = None
 ) -> RowGradient:
     """As ``numbers.row_gradient``, for fp32 statistics."""
-    n = len(k)
+    n = k.shape[0]
     row, target = torch.empty((2, n), dtype=k.dtype, device=k.device).unbind()
     if n:
-        tensors, strides, constants = factor_arguments(TokenGradient(softmax, slopes, k, target_slope))
-        grid = (triton.cdiv(n, _BLOCK), 1)
-        _row_gradient_kernel(grid, (*tensors, row, target), (n,), strides, **constants, BLOCK=_BLOCK)
+        tensors, strides, flags = factor_arguments(TokenGradient(softmax, slopes, k, target_slope))
+        grid = -(-n // _BLOCK), 1
+        _row_gradient_kernel(grid, (*tensors, row, target), (n,), strides, (*flags, _BLOCK))
     return RowGradient(row, target)

@@ -140,8 +140,8 @@ class BlockState:
             factors, undo = lift(self.x, scale)
             part = block_product(self.e[block].t(), scale_rows(self.x, factors))[: rows.stop - rows.start]
             main_grad[rows].add_(part if undo is None else part * undo)
-        target, (rows, owned) = _target_factors(self, softmax, slopes), self.targets
-        scatter_add_rows_(main_grad, rows, self.x, target, order=owned)
+        target, places = _target_factors(self, softmax, slopes), self.targets
+        scatter_add_rows_(main_grad, places.rows, self.x, target, order=places.owned)
 
 
 @exact

@@ -33,22 +33,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import Extra, Product
 from megatron_vocabpar.layers.gemm import exact, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import (
-    finish,
-    lift,
-    prepare,
-    row_gradient,
-    scale_rows,
-    scatter_add_rows_,
+from megatron_vocabpar.layers.kernels.dispatch import finish, lift, prepare, row_gradient, scale_rows
+from megatron_vocabpar.layers.numbers import (
+    STATS_WIDTH,
+    Gradient,
+    RowGradient,
+    Slopes,
+    Softmax,
+    TargetGradient,
+    TokenGradient,
 )
-from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, Softmax, TokenGradient
 from megatron_vocabpar.layers.operands import (
     DEFAULT,
     ShardOptions,
@@ -127,17 +127,17 @@ class OutputState:
         """
         check_gradient_place(out, self.x, softmax)
         grad = torch.empty_like(self.x, dtype=softmax.total.dtype) if out is None else out
-        tokens, (factors, curves) = self.tokens, _gradient(self, softmax, slopes)
-        weight, early = tokens.true_rows(self.weight), all(e.name in self.products for e, _ in curves)
-        if early and (a := self.products.get(_E)) is not None:
-            finish(grad, a, weight, tokens.targets, factors)
+        tokens, (gradient, curves) = self.tokens, _gradient(self, softmax, slopes)
+        weight, a = tokens.true_rows(self.weight), self.products.get(_E)
+        if a is not None and all(extra.name in self.products for extra, _ in curves):
+            finish(grad, a, weight, tokens.targets, gradient)
             for extra, factor in curves:
                 grad.addcmul_(self.products[extra.name], factor.unsqueeze(1))
         else:
-            dy = _scaled_exponentials(self, softmax, factors, curves, self.k.element_size())
-            for rows, e in dy.pieces:
-                tokens.input_gradient(e, self.weight, part_of(grad, rows))
-            finish(grad, grad if dy.scaled_later else None, weight, tokens.targets, dy.factors)
+            rest, pieces = _scaled_exponentials(self, softmax, gradient, curves, grad.dtype.itemsize)
+            for rows, e in pieces:
+                tokens.input_gradient(e, weight, part_of(grad, rows))
+            finish(grad, grad, weight, tokens.targets, rest)
         for extra, slope in _asked(self.extras, slopes):
             extra.add_input_gradient_(grad, slope)
         return grad
@@ -155,20 +155,16 @@ class OutputState:
             ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
         """
         check_main_grad(self.x, self.tokens.shard, main_grad)
-        x, tokens, undo = self.x, self.tokens, None
-        dy = _scaled_exponentials(self, softmax, *_gradient(self, softmax, slopes), x.element_size())
-        true_rows, factors = tokens.true_rows(main_grad), dy.factors
-        if not dy.scaled_later:
-            rows, owned = tokens.targets
-            scatter_add_rows_(true_rows, rows, x, _factors(factors).target, order=owned)
-        else:
-            if x.dtype == torch.float16:
-                row, target = _factors(factors)
-                row, undo = lift(x, row)
-                factors = RowGradient(row, target)
-            x = prepare(true_rows, x, tokens.targets, factors)
-        for rows, e in dy.pieces:
-            tokens.add_weight_gradient_(main_grad, e, part_of(x, rows), undo)
+        x, tokens, undo, true_rows = self.x, self.tokens, None, self.tokens.true_rows(main_grad)
+        found = _gradient(self, softmax, slopes)
+        gradient, pieces = _scaled_exponentials(self, softmax, *found, x.dtype.itemsize)
+        if x.dtype == torch.float16 and not isinstance(gradient, TargetGradient):
+            row, target = _factors(gradient)
+            row, undo = lift(x, row)
+            gradient = RowGradient(row, target)
+        x = prepare(true_rows, x, tokens.targets, gradient)
+        for rows, e in pieces:
+            tokens.add_weight_gradient_(true_rows, e, part_of(x, rows), undo)
         for extra, slope in _asked(self.extras, slopes):
             extra.add_weight_gradient_(main_grad, slope, self.tokens)
 
@@ -208,14 +204,14 @@ def output_forward(
     dtype, keep = result_dtype(x.dtype), options.keep_state
     e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
-    stats = x.new_empty((len(x), STATS_WIDTH), dtype=dtype)
-    slopes = []
+    stats = x.new_empty((x.shape[0], STATS_WIDTH), dtype=dtype)
+    slopes, true_rows = [], tokens.true_rows(weight)
     for rows, part in tokens.exponentials_with(weight, e=e, transient=a is not None, stats=stats):
         slopes.append(part.target_slope)
         if a is not None and e is None and part.e is not None:
-            tokens.input_gradient(part.e, weight, a[rows])
+            tokens.input_gradient(part.e, true_rows, a[rows])
     if a is not None and e is not None:
-        tokens.input_gradient(e, weight, a)  # in one product: a chunk's is too small to fill a GPU
+        tokens.input_gradient(e, true_rows, a)  # in one product: a chunk's is too small to fill a GPU
     products = {} if a is None else {_E: a}
     state = OutputState(tokens, weight, stats[:, 0], e, joined_slopes(slopes), products, extras)
     columns = [stats]
@@ -230,11 +226,11 @@ def output_forward(
 
 def _product_of(state: OutputState, extra: Extra) -> Product:
     """Writes the products of an extra's curve into their place: of the curve divided by ``largest``."""
-    out, largest = state.products[extra.name], extra.largest
+    out, largest, weight = state.products[extra.name], extra.largest, state.tokens.true_rows(state.weight)
     assert largest is not None
 
     def product(rows: slice, curve: Tensor) -> None:
-        state.tokens.input_gradient(curve.div_(largest).to(state.stored.e.dtype), state.weight, out[rows])
+        state.tokens.input_gradient(curve.div_(largest).to(state.stored.e.dtype), weight, out[rows])
         out[rows].mul_(largest)
 
     return product
@@ -263,25 +259,19 @@ def _factors(gradient: TokenGradient | RowGradient) -> RowGradient:
 
 def _asked(extras: Sequence[Extra], slopes: Slopes) -> list[tuple[Extra, Tensor]]:
     """The extras that have a slope."""
+    if not slopes.extras:
+        return []
     return [(extra, slopes.extras[extra.name]) for extra in extras if extra.name in slopes.extras]
-
-
-class _Exponentials(NamedTuple):
-    """dY without the targets: chunks [c, P] of tokens; if ``scaled_later`` their rows lack the factors."""
-
-    pieces: Iterable[tuple[slice, Tensor]]
-    factors: TokenGradient | RowGradient
-    scaled_later: bool = True
 
 
 def _scaled_exponentials(
     state: OutputState,
     softmax: Softmax,
-    factors: TokenGradient | RowGradient,
+    gradient: TokenGradient | RowGradient,
     curves: Curves,
     item_bytes: int,
-) -> _Exponentials:
-    """dY of factors and curves.
+) -> tuple[Gradient, Iterable[tuple[slice, Tensor]]]:
+    """dY without the targets: chunks [c, P] of tokens, and the gradient that they lack.
 
     Rows of dX are scaled after the product, ``dX = row (E W)``, rows of x before it, ``dW = E^T (row x)``:
     both in the launch that adds the targets' terms. Where it moves far fewer bytes, E is scaled instead, by
@@ -293,22 +283,20 @@ def _scaled_exponentials(
         item_bytes: bytes of an item of what would be scaled in place of E, [n, H].
     """
     if curves:
-        assert isinstance(factors, RowGradient)
-        return _mixed(state.stored, softmax, factors, curves)
+        return _mixed(state.stored, softmax, _factors(gradient), curves)
     x, pieces, kept = state.x, _exponentials(state), state.e is not None
     exact_enough = x.dtype != torch.float16 and state.tokens.fp8_weight is None
-    (n, hidden), of_e = x.shape, state.tokens.shard.rows * x.element_size()
+    (n, hidden), of_e = x.shape, state.tokens.shard.rows * x.dtype.itemsize
     if not exact_enough or 2 * n * (hidden * item_bytes - of_e) <= _WORTH_BYTES:  # it is read and written
-        return _Exponentials(pieces, factors)
-    factors = _factors(factors)
-    row = factors.row
+        return gradient, pieces
+    row, target = _factors(gradient)
     scaled = ((rows, scale_rows(e, part_of(row, rows), None if kept else e)) for rows, e in pieces)
-    return _Exponentials(scaled, factors, scaled_later=False)
+    return TargetGradient(target), scaled
 
 
 def _mixed(
     stored: StoredExponentials, softmax: Softmax, gradient: RowGradient, curves: Curves
-) -> _Exponentials:
+) -> tuple[Gradient, Iterator[tuple[slice, Tensor]]]:
     """``row E`` and all ``factor curve(E)``: chunks [c, P] no larger than E, and what scales them [n].
 
     Nothing does where the size of a curve is not known: its E has the exponents of fp32.
@@ -329,16 +317,13 @@ def _mixed(
                 mixture[:, : curve.shape[1]] += curve
             yield rows, mixture.to(stored.e.dtype)
 
-    if scale is None:
-        return _Exponentials(chunks(), gradient, scaled_later=False)
-    return _Exponentials(chunks(), RowGradient(scale, gradient.target))
+    target = gradient.target
+    return TargetGradient(target) if scale is None else RowGradient(scale, target), chunks()
 
 
-def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
+def _exponentials(state: OutputState) -> Iterable[tuple[slice, Tensor]]:
     """The stored exponentials in one piece, or recomputed ones by chunks of tokens."""
     if state.e is not None:
-        yield slice(0, len(state.x)), state.e
-        return
-    for rows, part in state.tokens.exponentials_with(state.weight, transient=True, offset=state.k):
-        assert part.e is not None
-        yield rows, part.e
+        return [(slice(0, state.e.shape[0]), state.e)]
+    parts = state.tokens.exponentials_with(state.weight, transient=True, offset=state.k)
+    return ((rows, part.e) for rows, part in parts if part.e is not None)

@@ -198,9 +198,10 @@ def _forward_of(chain: OutputChain) -> Forward:
     in_8_bits = chain.iteration.rank.output_options.fp8_head
 
     @cache
-    def quantised() -> Fp8Weight:
-        """The weight in 8 bits: once an iteration, when the first S has the weight."""
-        return Fp8Weight.of(model.output_weight.detach(), shard)
+    def with_weight() -> ShardOptions:
+        """The options, perhaps with the weight in 8 bits: once an iteration, when the first S has the weight."""
+        weight = Fp8Weight.of(model.output_weight.detach(), shard) if in_8_bits else None
+        return replace(options, fp8_weight=weight)
 
     def forward(
         x: Tensor, weight: Tensor, microbatch: Microbatch, extras: Sequence[Extra]
@@ -210,7 +211,7 @@ def _forward_of(chain: OutputChain) -> Forward:
             weight,
             microbatch.targets,
             shard,
-            replace(options, fp8_weight=quantised()) if in_8_bits else options,
+            with_weight(),
             extras=extras,
             e=spare.take(microbatch.tokens),
         )
