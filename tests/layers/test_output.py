@@ -8,16 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import plain
 from megatron_vocabpar.layers.output.plain import OutputState, output_forward
+from megatron_vocabpar.layers.output.rehearsal import rehearse
 from megatron_vocabpar.layers.partition import (
     VocabRange,
 )
 from megatron_vocabpar.layers.softmax_stats import merge_stats
 from megatron_vocabpar.layers.targets import shard_targets
+from megatron_vocabpar.layers.terms import LossTerms
 from tests.support.output_layer import SPLITS, TOLERANCE, H, N, V, batch, even
 
 from . import reference
@@ -361,6 +364,19 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
         assert torch.equal(state_grad, expected)
     with pytest.raises(ValueError, match=r"e of \(3, 4\)"):
         output_forward(x, w, targets, shard, e=place[:3, :4])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_rehearsal_leaves_no_trace(dtype: torch.dtype) -> None:
+    """A weight that is not there yet may hold anything."""
+    shard = SPLITS["uneven"][1]
+    weight = torch.full((shard.rows, H), torch.nan, dtype=dtype)
+    grads = [torch.rand(shard.rows, H, dtype=result_dtype(dtype)) for _ in range(2)]
+    before = [grad.clone() for grad in grads]
+    for with_a in (False, True):
+        options = ShardOptions(with_input_gradient=with_a, terms=LossTerms(z_loss=0.1, softcap=3.0))
+        rehearse(weight, (grads[0], grads[1]), shard, options, ranks=3, n=N)
+    assert all(map(torch.equal, grads, before))
 
 
 def test_autocast_changes_nothing() -> None:

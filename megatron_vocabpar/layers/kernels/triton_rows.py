@@ -215,7 +215,7 @@ def prepare(main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: Gradi
 
 
 def _prepare(out: Tensor, x: Tensor, scaled: Tensor, places: ShardTargets, gradient: Gradient | None) -> None:
-    """Launch ``_prepare_kernel``; with x for ``scaled`` rows are only added, without a gradient as they are."""
+    """Launch ``_prepare_kernel``; with x for ``scaled`` it only adds rows, without a gradient as they are."""
     columns, count = x.shape[1], places.owned.shape[0]
     n = 0 if scaled is x else x.shape[0]
     if n + count == 0 or columns == 0:

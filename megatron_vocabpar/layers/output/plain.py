@@ -200,7 +200,14 @@ def output_forward(
     Raises:
         ValueError: if shapes or dtypes do not fit one another.
     """
-    tokens = tokens_of(x, weight, targets, shard, options)
+    return passes_of(tokens_of(x, weight, targets, shard, options), weight, extras, e)
+
+
+def passes_of(
+    tokens: Tokens, weight: Tensor, extras: Sequence[Extra] = (), e: Tensor | None = None
+) -> tuple[OutputState | None, Tensor]:
+    """``output_forward`` of tokens whose arguments are checked."""
+    x, shard, options = tokens.x, tokens.shard, tokens.options
     dtype, keep = result_dtype(x.dtype), options.keep_state
     e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
