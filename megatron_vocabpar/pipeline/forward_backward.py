@@ -35,6 +35,7 @@ from megatron_vocabpar.pipeline.iteration import Iteration, Rank
 from megatron_vocabpar.pipeline.layer_hooks import watched_layers
 from megatron_vocabpar.pipeline.model.built_for import check_built_for
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
+from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
@@ -143,6 +144,7 @@ class ForwardBackward:
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
         self._layers: WeakKeyDictionary[torch.nn.Module, ChunkLayers] = WeakKeyDictionary()
+        self._rehearsed = device.type == "cpu"  # where nothing is compiled
         self._graphs = LayerGraphs()
         self._engine_graphs = EngineGraphs()
 
@@ -293,6 +295,9 @@ class ForwardBackward:
             rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
+            if model_with_shards is not None and not (call.forward_only or self._rehearsed):
+                OutputChain(iteration, model_with_shards).rehearse()
+                self._rehearsed = True
             # Graphs of layers hide the layers: communication is launched before the pass.
             late = NONE_LATE if Facts(settings=call.config).captures_layers else plan.late
             program = plan.program[rank.pipeline_rank]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from math import prod
 from pkgutil import resolve_name
 
 import torch
@@ -24,10 +25,12 @@ from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import invariant, plain
+from megatron_vocabpar.layers.output.rehearsal import rehearse
 from megatron_vocabpar.layers.output.shard_state import Part, ShardState
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from megatron_vocabpar.pipeline import compat, heads
+from megatron_vocabpar.pipeline.gradients import main_grad
 from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.microbatches import Microbatch
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
@@ -71,6 +74,15 @@ class OutputChain:
         self._constant = _extras_of(self)
         self.options = _shard_options(self, self._constant)
         self.forward = _forward_of(self)
+
+    def rehearse(self) -> None:
+        """Compile the kernels of this rank's shards: before the first iteration, on all ranks at once."""
+        weights, rank = (self.model.output_weight, self.model.word_embeddings.weight), self.iteration.rank
+        if self.training and not rank.output_options.invariant and all(w.requires_grad for w in weights):
+            grads = main_grad(weights[0]), main_grad(weights[1])
+            n = max(map(prod, self.iteration.microbatches.shapes))
+            shard, ranks = self.model.shard.range, len(rank.groups.ranks)
+            rehearse(weights[0].detach(), grads, shard, self.options, ranks, n)
 
     @cached_property
     def statistics(self) -> CommType:
@@ -199,7 +211,7 @@ def _forward_of(chain: OutputChain) -> Forward:
 
     @cache
     def with_weight() -> ShardOptions:
-        """The options, perhaps with the weight in 8 bits: once an iteration, when the first S has the weight."""
+        """The options, with the weight in 8 bits if asked for: once, when the first S has the weight."""
         weight = Fp8Weight.of(model.output_weight.detach(), shard) if in_8_bits else None
         return replace(options, fp8_weight=weight)
 
