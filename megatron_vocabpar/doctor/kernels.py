@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.doctor.result import Finding, within
-from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
+from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import RowKernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import Slopes
@@ -186,14 +186,14 @@ def statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n:
     generator = torch.Generator().manual_seed(0)
     g, lse = torch.rand(2, n, generator=generator)
     errors = []
-    expected, got = reference_stats.merge(gathered.double()), kernels.merge(gathered.to(device))
+    expected, got = reference.merge(gathered.double()), kernels.merge(gathered.to(device))
     if not torch.equal(got.valid.cpu(), expected.valid):
         raise ValueError("the merge and its specification differ in which tokens are valid")
     errors.append(_error(got.nll, expected.nll, 1.0, dtype))
     k = gathered[0, :, 0]
     for slopes in ((g,), (g, lse)):
         here, wide = Slopes(*(s.to(device) for s in slopes)), Slopes(*(s.double() for s in slopes))
-        exact = reference_stats.row_gradient(expected, wide, k.double())
+        exact = reference.row_gradient(expected, wide, k.double())
         gradient = kernels.row_gradient(got, here, k.to(device))
         smallest = 2.0**-100 if here.lse is None else 0.1  # the parts cancel
         errors += [

@@ -17,7 +17,7 @@ if find_spec("triton") is None:  # as the package looks for it
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from megatron_vocabpar.layers.exponents import NOTHING
-from megatron_vocabpar.layers.kernels import dispatch, reference, reference_stats
+from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import LEEWAY, Exponentials
 from megatron_vocabpar.layers.numbers import Slopes, TargetGradient, TokenGradient
@@ -274,7 +274,7 @@ def some_stats(ranks: int, n: int) -> Tensor:
 def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) -> None:
     stats = some_stats(ranks, n)
     kernels = dispatch.triton_kernels()
-    expected, got = reference_stats.merge(stats), kernels.merge(stats.to(DEVICE))
+    expected, got = reference.merge(stats), kernels.merge(stats.to(DEVICE))
     assert torch.equal(got.valid.cpu(), expected.valid)
     close = partial(torch.testing.assert_close, rtol=3e-6, atol=0, equal_nan=True)
     close(got.offset.cpu(), expected.offset)
@@ -287,7 +287,7 @@ def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) ->
     cap = torch.rand(n) if softcap else None
     for g in (torch.rand(n), torch.rand(n).double(), torch.rand(2 * n)[::2]):
         slopes = (g, torch.randn(n)) if lse else (g,)
-        one = reference_stats.row_gradient(expected, Slopes(*slopes), k, cap)
+        one = reference.row_gradient(expected, Slopes(*slopes), k, cap)
         there = Slopes(*(slope.to(DEVICE) for slope in slopes))
         arguments = (None if t is None else t.to(DEVICE) for t in (k, cap))
         other = kernels.row_gradient(got, there, *arguments)
@@ -300,7 +300,7 @@ def test_merged_statistics_go_where_they_are_told() -> None:
     place = softmax_place(stats[0])
     got = dispatch.triton_kernels().merge(stats, place)
     assert got.nll is place.nll
-    torch.testing.assert_close(place.nll.cpu(), reference_stats.merge(stats.cpu()).nll)
+    torch.testing.assert_close(place.nll.cpu(), reference.merge(stats.cpu()).nll)
     assert place.valid.tolist() == [False, True, True]
 
 

@@ -1,6 +1,6 @@
 """Which implementation of the row kernels serves a tensor: the one place that decides.
 
-Every implementation has the signatures and results of ``reference.py`` and ``reference_stats.py``. If
+Every implementation has the signatures and results of ``reference.py``. If
 Triton's can't serve a GPU's tensors, the log says why, once. Tests choose with ``use_kernels``.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.kernels import cpu, cpu_softmax, reference, reference_stats
+from megatron_vocabpar.layers.kernels import cpu, cpu_softmax, reference
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import RowGradient, Softmax
 
@@ -35,7 +35,7 @@ InPlace = Callable[..., None]
 
 @dataclass(frozen=True)
 class RowKernels:
-    """One implementation of every kernel of ``reference.py`` and ``reference_stats.py``."""
+    """One implementation of every kernel of ``reference.py``."""
 
     name: str
     exponentials: Callable[..., Exponentials]
@@ -58,8 +58,8 @@ REFERENCE = RowKernels(
     reference.scatter_add_rows_,
     reference.finish,
     reference.prepare,
-    reference_stats.merge,
-    reference_stats.row_gradient,
+    reference.merge,
+    reference.row_gradient,
 )
 CPU = replace(REFERENCE, name="cpu", exponentials=cpu.exponentials, softmax=cpu_softmax)
 
@@ -155,5 +155,5 @@ lift = _served(reference.lift, 1)
 scatter_add_rows_ = _served(reference.scatter_add_rows_, 0, 2)
 finish = _served(reference.finish, 0)
 prepare = _served(reference.prepare, 0, 1)
-merge = _served(reference_stats.merge, 0)
-row_gradient = _served(reference_stats.row_gradient, 2)
+merge = _served(reference.merge, 0)
+row_gradient = _served(reference.row_gradient, 2)

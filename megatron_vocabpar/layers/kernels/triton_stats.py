@@ -1,6 +1,6 @@
 """The kernels on [n] in Triton: the merge of all shards' statistics, and T's row gradient.
 
-Signatures, steps and results are those of ``reference_stats.py``, but for the last bits of exp2 and the
+Signatures, steps and results are those of ``reference.py``, but for the last bits of exp2 and the
 logarithms. One launch each; PyTorch makes dozens.
 """
 
@@ -158,7 +158,7 @@ def _row_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
-    """As ``reference_stats.merge``, for fp32 statistics."""
+    """As ``reference.merge``, for fp32 statistics."""
     ranks, n, _ = gathered.shape
     out = empty_softmax(n, gathered.dtype, gathered.device) if out is None else out
     if n:
