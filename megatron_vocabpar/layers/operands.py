@@ -138,18 +138,20 @@ class Tokens:
         """
         (n, hidden), storage, options = self.x.shape, self.storage, self.options
         for rows in product_chunks(self.x.device, n, self.shard.rows, hidden, options.rows_per_chunk):
-            logits = logits_of(rows)
-            out = None if e is None else part_of(e, rows)
+            logits, parts = logits_of(rows), [e, offset, stats]
+            if rows.stop - rows.start < n:
+                parts = [None if each is None else each[rows] for each in parts]
+            out, given, place = parts
             if out is None and transient:
                 out = logits if logits.dtype == storage else torch.empty_like(logits, dtype=storage)
             part = exponentials(
                 logits,
                 part_of(self.targets.rows, rows),
                 self.shard.valid_rows,
-                None if offset is None else part_of(offset, rows),
+                given,
                 dtype=storage,
                 out=out,
-                stats=None if stats is None else part_of(stats, rows),
+                stats=place,
                 terms=options.terms,
             )
             yield rows, part

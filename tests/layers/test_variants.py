@@ -57,9 +57,8 @@ def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -
         state, stats = output_forward(x, weight, ShardTargets(rows, owned), shard, options)
         assert state is not None
         softmax = join(stats.new_zeros(RANKS, *stats.shape))
-        slopes = loss_slopes(softmax, PLAIN, torch.ones(1).expand(len(targets)))
-        state.input_gradient(softmax, slopes)
         slopes = loss_slopes(softmax, PLAIN, torch.ones(len(targets)))
+        state.input_gradient(softmax, slopes)
         state.add_weight_gradient(softmax, slopes, main_grad)
         embedding_backward(torch.zeros(len(mine), hidden).bfloat16(), mine, main_grad, order)
         yield i

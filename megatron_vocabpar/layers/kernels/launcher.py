@@ -4,9 +4,10 @@ Triton binds and examines every argument of every launch. A ``Launcher`` lets it
 each variant, and hands later ones to the compiled kernel, as addresses and numbers. (Profilers that hook
 Triton's launches see the first ones alone; those that ask the driver see all.)
 
-A kernel's parameters are matrices, vectors, counts, sizes, then constants. Dtypes, sizes and constants choose
-the variant, and that matrices begin at multiples of 16 bytes. Where vectors begin does not, nor do counts,
-which are those of tokens: so a training compiles nothing after its first microbatch.
+A kernel's parameters are matrices, vectors, counts, sizes, then constants. The matrices' dtypes, sizes and
+constants choose the variant, and that matrices begin at multiples of 16 bytes. A vector always has the same
+dtype. Where it begins chooses nothing, nor do counts, which are those of tokens: so a training compiles
+nothing after its first microbatch.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ class Launcher:
         if self._compiles and together % 16 == 0:
             active = driver.active
             device = active.get_current_device()
-            key = (device, sizes, constants, num_warps, *[tensor.dtype for tensor in tensors])
+            key = (
+                device,
+                sizes,
+                constants,
+                num_warps,
+                *[tensor.dtype for tensor in tensors[: self._matrices]],
+            )
             if (ready := self._ready.get(key)) is not None:
                 run, *of_kernel = ready
                 stream = active.get_current_stream(device)

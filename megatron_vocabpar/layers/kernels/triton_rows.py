@@ -26,7 +26,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     source,  # [n, H], perhaps out
     weight,  # [P, H], read if TARGETS
     target_row,  # [n] int64
-    k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,  # of factors()
+    k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride,  # of factors()
     out_stride, source_stride, weight_stride,
     columns,  # H
     COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -39,7 +39,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     inside = column < columns
     value = tl.load(source + token * source_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale, factor = factors(
-        token, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+        token, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride,
         COMPUTED, LSE, SOFTCAP,
     )  # fmt: skip
     if SCALED:
@@ -106,7 +106,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     k, offset, total, nll, deficit, valid, slope, lse, cap,  # of factors()
     n,  # 0 if rows are only added
     count,  # m
-    k_stride, slope_stride, out_stride, x_stride, scaled_stride,
+    k_stride, out_stride, x_stride, scaled_stride,
     columns,  # H
     COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -124,7 +124,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     if first < n:
         token = first.to(tl.int64)
         scale, _ = factors(
-            token, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+            token, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride,
             COMPUTED, LSE, SOFTCAP,
         )  # fmt: skip
         value = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
@@ -146,7 +146,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
                     if HAS_SCALE:
                         _, factor = factors(
                             place, True, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride,
-                            slope_stride, COMPUTED, LSE, SOFTCAP,
+                            COMPUTED, LSE, SOFTCAP,
                         )  # fmt: skip
                         value *= factor
                     sums += tl.where(more, value, 0.0)
@@ -175,11 +175,12 @@ def _finish(out: Tensor, source: Tensor, targets: tuple[Tensor, Tensor] | None, 
     n, columns = out.shape
     if not n or not columns:
         return
-    assert out.stride(1) == 1 or columns == 1, out.stride()
-    tensors, strides, flags = factor_arguments(gradient)
+    stride, step = out.stride()
+    assert step == 1 or columns == 1, out.stride()
+    tensors, k_stride, flags = factor_arguments(gradient)
     weight, rows = (out, tensors[0]) if targets is None else targets
     constants = (*flags, not isinstance(gradient, TargetGradient), targets is not None, _BLOCK)
-    sizes = (*strides, out.stride(0), source.stride(0), weight.stride(0), columns)
+    sizes = k_stride, stride, source.stride(0), weight.stride(0), columns
     grid = n, -(-columns // _BLOCK)
     _finish_kernel(grid, (out, source, weight, rows, *tensors), (), sizes, constants)
 
@@ -220,11 +221,12 @@ def _prepare(out: Tensor, x: Tensor, scaled: Tensor, places: ShardTargets, gradi
     n = 0 if scaled is x else x.shape[0]
     if n + count == 0 or columns == 0:
         return
-    assert out.stride(1) == 1 or columns == 1, out.stride()
-    none = TargetGradient(places.rows)
-    tensors, strides, flags = factor_arguments(none if gradient is None else gradient)
+    stride, step = out.stride()
+    assert step == 1 or columns == 1, out.stride()
+    given = TargetGradient(places.rows) if gradient is None else gradient
+    tensors, k_stride, flags = factor_arguments(given)
     block = min(_COLUMNS, 1 << (columns - 1).bit_length())
     constants = (*flags, gradient is not None, _REPEATS, block)
     grid = n + count, -(-columns // block)
-    sizes = (*strides, out.stride(0), x.stride(0), scaled.stride(0), columns)
+    sizes = k_stride, stride, x.stride(0), scaled.stride(0), columns
     _prepare_kernel(grid, (out, x, scaled, *places, *tensors), (n, count), sizes, constants)

@@ -111,10 +111,10 @@ def factors(  # type: ignore[no-untyped-def]
     offset, total, nll,
     deficit,  # the targets' factors, unless COMPUTED
     valid,  # [n] boolean
-    slope,  # [n] of the nll
-    lse,  # [n] slopes, read if LSE
+    slope,  # [n] fp32, of the nll
+    lse,  # [n] fp32 slopes, read if LSE
     cap,  # [n] fp32 slopes of the cap, read if SOFTCAP
-    k_stride, slope_stride,
+    k_stride,
     COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """``numbers.row_gradient`` of tokens inside; who needs one of the two loads nothing for the other."""
@@ -122,11 +122,11 @@ def factors(  # type: ignore[no-untyped-def]
     target = tl.load(deficit + token, mask=inside, other=0.0)
     if COMPUTED:
         counted = tl.load(valid + token, mask=inside, other=0) != 0
-        g = tl.load(slope + token * slope_stride, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(slope + token, mask=inside, other=0.0)
         target = tl.where(counted, g * target, 0.0)
         g = tl.where(counted, g, 0.0)
         if LSE:
-            by_lse = tl.load(lse + token, mask=inside, other=0.0).to(tl.float32)
+            by_lse = tl.load(lse + token, mask=inside, other=0.0)
             g += by_lse
             target += tl.where(counted, by_lse * tl.exp(-tl.load(nll + token, mask=inside, other=0.0)), 0.0)
         if SOFTCAP:
@@ -143,14 +143,14 @@ def _row_gradient_kernel(  # type: ignore[no-untyped-def]
     row_out,  # [n] fp32
     target_out,  # [n] fp32
     n,
-    k_stride, slope_stride,
+    k_stride,
     COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < n
     row, target = factors(
-        token, inside, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride, slope_stride,
+        token, inside, k, offset, total, nll, deficit, valid, slope, lse, cap, k_stride,
         COMPUTED, LSE, SOFTCAP,
     )  # fmt: skip
     tl.store(row_out + token, row, mask=inside)
@@ -170,16 +170,17 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     return out
 
 
-def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor, ...], tuple[int, int], tuple[int, ...]]:
-    """What ``factors`` takes: nine tensors, two strides and three constants."""
+def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor, ...], int, tuple[int, ...]]:
+    """What ``factors`` takes: nine tensors, k's stride and three constants."""
     if not isinstance(gradient, TokenGradient):
         row, target = gradient[0], gradient[-1]
-        return (row,) * 4 + (target,) + (row,) * 4, (row.stride(0), 1), (False, False, False)
+        return (row,) * 4 + (target,) + (row,) * 4, row.stride(0), (False, False, False)
     softmax, (slope, lse, _), k, cap = gradient
     numbers = softmax.offset, softmax.total, softmax.nll, softmax.target_deficit, softmax.valid
-    of_lse, of_cap = slope if lse is None else lse.contiguous(), k if cap is None else cap
+    slope = slope.float().contiguous()
+    of_lse, of_cap = slope if lse is None else lse.float().contiguous(), k if cap is None else cap
     flags = True, lse is not None, cap is not None
-    return (k, *numbers, slope, of_lse, of_cap), (k.stride(0), slope.stride(0)), flags
+    return (k, *numbers, slope, of_lse, of_cap), k.stride(0), flags
 
 
 def row_gradient(
@@ -189,7 +190,7 @@ def row_gradient(
     n = k.shape[0]
     row, target = torch.empty((2, n), dtype=k.dtype, device=k.device).unbind()
     if n:
-        tensors, strides, flags = factor_arguments(TokenGradient(softmax, slopes, k, target_slope))
+        tensors, stride, flags = factor_arguments(TokenGradient(softmax, slopes, k, target_slope))
         grid = -(-n // _BLOCK), 1
-        _row_gradient_kernel(grid, (*tensors, row, target), (n,), strides, (*flags, _BLOCK))
+        _row_gradient_kernel(grid, (*tensors, row, target), (n,), (stride,), (*flags, _BLOCK))
     return RowGradient(row, target)

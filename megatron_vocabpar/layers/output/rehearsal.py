@@ -52,7 +52,6 @@ def rehearse(
         ranks: how many shards there are.
         n: tokens of a microbatch, as many choose other kernels than few.
     """
-    one = torch.ones(1, dtype=result_dtype(weight.dtype), device=weight.device)
     for tokens in {min(n, 2), n}:
         x = weight.new_zeros((tokens, weight.shape[1]))
         rows = torch.full((tokens,), -1, device=x.device)
@@ -61,8 +60,8 @@ def rehearse(
         state, stats = passes_of(_WithoutProducts(x, shard, targets, options), weight)
         assert state is not None
         softmax = join(torch.stack([stats] * ranks))
-        of_t, of_tw = one.expand(tokens), one.repeat(tokens)
-        state.input_gradient(softmax, loss_slopes(softmax, options.terms, of_t))
-        state.add_weight_gradient(softmax, loss_slopes(softmax, options.terms, of_tw), main_grads[0])
+        slopes = loss_slopes(softmax, options.terms, torch.ones_like(softmax.total))
+        state.input_gradient(softmax, slopes)
+        state.add_weight_gradient(softmax, slopes, main_grads[0])
         if shard.rows:
             embedding_backward(x, torch.full((tokens,), shard.start, device=x.device), shard, main_grads[1])

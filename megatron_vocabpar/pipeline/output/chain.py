@@ -21,7 +21,6 @@ from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.extras.rivals import Rivals
 from megatron_vocabpar.layers.extras.top import Top
 from megatron_vocabpar.layers.fp8 import Fp8Weight
-from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import invariant, plain
@@ -69,8 +68,7 @@ class OutputChain:
         self.gradients = options.gradients if self.training else ()
         self.detached = bool(getattr(iteration.call.config, "mtp_detach_heads", False))
         self.spare = SpareExponentials()
-        weight = model.output_weight
-        self._one = torch.ones(1, dtype=result_dtype(weight.dtype), device=weight.device)
+        self._ones = torch.ones(0)
         self._constant = _extras_of(self)
         self.options = _shard_options(self, self._constant)
         self.forward = _forward_of(self)
@@ -148,7 +146,9 @@ class OutputChain:
 
         It is [n, H], or [k, n, H] if the loss may depend on extras: for a gradient of 1 of each.
         """
-        ones = self._one.expand_as(softmax.total)
+        if self._ones.shape != softmax.total.shape:
+            self._ones = torch.ones_like(softmax.total)
+        ones = self._ones
         of_losses = loss_slopes(softmax, self.terms, ones)
         if not self.gradients:
             return state.input_gradient(softmax, of_losses, out)
