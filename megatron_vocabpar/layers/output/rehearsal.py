@@ -64,4 +64,5 @@ def rehearse(
         state.input_gradient(softmax, slopes)
         state.add_weight_gradient(softmax, slopes, main_grads[0])
         if shard.rows:
-            embedding_backward(x, torch.full((tokens,), shard.start, device=x.device), shard, main_grads[1])
+            first = torch.zeros(tokens, dtype=torch.int64, device=x.device)
+            embedding_backward(x, first, main_grads[1], torch.arange(tokens, device=x.device))
