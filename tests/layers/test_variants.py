@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from megatron_vocabpar.layers.embedding import embedding_backward, plan_input
+from megatron_vocabpar.layers.embedding import embedding_backward
 from megatron_vocabpar.layers.extras.extra import join
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.operands import ShardOptions
@@ -41,7 +41,7 @@ def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -
     """The rehearsal (-1), then S, C1, T, TW and IB of one rank; of other lengths if tokens are ignored."""
     generator = torch.Generator().manual_seed(0)
     ranges = even_ranges(rows * RANKS, RANKS, rows * RANKS)
-    rank, shard = RANKS // 2, ranges[RANKS // 2]
+    shard = ranges[RANKS // 2]
     weight, main_grad = torch.randn(rows, hidden).bfloat16(), torch.zeros(rows, hidden)
     options = ShardOptions(with_input_gradient=with_a)
     rehearse(weight, (main_grad, main_grad), shard, options, RANKS, n)
@@ -49,10 +49,9 @@ def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -
     for i in range(MICROBATCHES):
         ids, labels = torch.randint(shard.vocab_size, (2, n), generator=generator)
         counted = (torch.rand(n, generator=generator) >= ignored).nonzero().flatten()
-        plan, targets = plan_input(ids, ranges), labels[counted]
-        mine = ids[plan.positions(rank)] - shard.start
-        pieces = *shard_targets(targets, shard), plan.order, mine, mine.argsort(stable=True)
-        rows, owned, _, mine, order = staged(*pieces)
+        targets, mine = labels[counted], ids[(ids >= shard.start) & (ids < shard.stop)] - shard.start
+        pieces = *shard_targets(targets, shard), mine, mine.argsort(stable=True)
+        rows, owned, mine, order = staged(*pieces)
         x = torch.randn(len(targets), hidden).bfloat16()
         state, stats = output_forward(x, weight, ShardTargets(rows, owned), shard, options)
         assert state is not None
