@@ -130,7 +130,7 @@ def test_plans_of_microbatches_are_free_when_their_passes_are_over() -> None:
         for plans, most, held_bytes in calls:
             assert plans == case.m
             assert most <= 9  # as many as with any other number of microbatches
-            assert held_bytes <= 9 * 56 * case.micro_batch_size * case.seq_length
+            assert held_bytes <= 9 * 48 * case.micro_batch_size * case.seq_length
 
 
 def sent(rank: int, case: Case) -> tuple[int, int]:
