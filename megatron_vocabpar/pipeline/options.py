@@ -153,11 +153,6 @@ class VocabOptions:
         return tuple(name for name in METRICS if f"{name}{_GRADIENT}" in self.metrics)
 
     @property
-    def needs_exponentials(self) -> bool:
-        """Whether numbers of every token are asked for that are made of kept exponentials."""
-        return any(getattr(self, name) for name in OF_EXPONENTIALS)
-
-    @property
     def keeps_exponentials(self) -> bool:
         """Whether S keeps the plain exponentials of all logits, of which entropies are made."""
         return not asked_for(self, WITHOUT_EXPONENTIALS)
