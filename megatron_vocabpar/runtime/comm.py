@@ -253,8 +253,8 @@ def reduce_rows(
     """
     members, n = groups.members_of(stage), rows.shape[-2]
     parts = counts or [n * (k + 1) // groups.tensor - n * k // groups.tensor for k in range(groups.tensor)]
-    for matrix in rows.view(-1, *rows.shape[-2:]):
-        pieces = matrix.split(parts)
+    for matrix in rows.unbind() if rows.dim() == 3 else [rows]:
+        pieces = matrix.split(parts) if len(parts) > 1 else [matrix]
         reduce(groups, pieces, members)
         if counts is None and groups.tensor > 1:
             mine, receive, send = pieces[groups.tensor_rank], [0] * len(groups.ranks), [0] * len(groups.ranks)

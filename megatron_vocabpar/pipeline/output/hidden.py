@@ -49,7 +49,7 @@ class HiddenStates(LayerHandlers):
         assert rows is not None
 
         def run() -> torch.Tensor:
-            pieces = rows.split(microbatch.counts)
+            pieces = rows.split(microbatch.counts) if len(members) > 1 else [rows]
             if source is not None and counted is not None:
                 torch.index_select(source, 0, counted, out=pieces[part])
             elif source is not None and not sends_all:
