@@ -36,7 +36,8 @@ def test_rows_wait_for_those_of_two_microbatches_before() -> None:
         arrived=None,
         hand_on=None,
     )
-    layer = InputLayer(iteration, SimpleNamespace(word_embeddings=lambda tokens: torch.zeros(len(tokens), 4)))
+    embedding = Mock(side_effect=lambda tokens: torch.zeros(len(tokens), 4))
+    layer = InputLayer(iteration, SimpleNamespace(word_embeddings=embedding))
     seen = []
     for i in range(4):
         layer.input_forward(Pass(PassType.IF, 1, i))

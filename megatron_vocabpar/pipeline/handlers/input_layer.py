@@ -25,7 +25,8 @@ class InputLayer(LayerHandlers):
 
     def __init__(self, iteration: Iteration, model: PartitionedModel) -> None:
         super().__init__(iteration)
-        self.model = model
+        self._embedding = model.word_embeddings
+        self._weight = self._embedding.weight
         self._departures: deque[Event[torch.Tensor]] = deque()
 
     def finish(self) -> None:
@@ -37,7 +38,7 @@ class InputLayer(LayerHandlers):
         """IF: look up the rows that this rank owns, after those of microbatch i - 2 have left."""
         while len(self._departures) >= EMBEDDED_INPUTS:
             self.wait(self._departures.popleft())
-        rows = self.model.word_embeddings(self.microbatches[instruction.microbatch].owned_rows)
+        rows = self._embedding(self.microbatches[instruction.microbatch].owned_rows)
         self.buffers.put(instruction, ROWS, rows)
 
     def gather_rows(self, instruction: Comm) -> None:
@@ -99,8 +100,7 @@ class InputLayer(LayerHandlers):
         """
         groups, i = self.groups, instruction.microbatch
         receive, send = [0] * len(groups.ranks), [0] * len(groups.ranks)
-        weight = self.model.word_embeddings.weight
-        rows = weight.new_empty((0, self.call.config.hidden_size))
+        rows = self._weight.new_empty((0, self._weight.shape[1]))
         for tokens in self.microbatches[i].embedded:
             counts = tokens.plan.counts
             receive[groups.members_of(tokens.rank)[groups.tensor_rank]] = counts[groups.member]
@@ -108,22 +108,18 @@ class InputLayer(LayerHandlers):
                 continue
             grads = [self.buffers.take(Pass(PassType.B, s, i), ROWS_GRAD) for s in self._embedding_stages]
             grad = (torch.cat(grads) if len(grads) > 1 else grads[0]).flatten(0, 2)
-            rows, owners = (
-                split_gradient(tokens.plan, grad),
-                range(groups.tensor_rank, len(counts), groups.tensor),
-            )
-            send = [count if owner in owners else 0 for owner, count in enumerate(counts)]
+            rows, mine = split_gradient(tokens.plan, grad), slice(groups.tensor_rank, None, groups.tensor)
+            send[mine] = counts[mine]
             if groups.tensor > 1:
-                rows = torch.cat(rows.split(counts)[groups.tensor_rank :: groups.tensor])
-            rows = rows.to(weight.dtype)
+                rows = torch.cat(rows.split(counts)[mine])
+            rows = rows.to(self._weight.dtype)
         self.buffers.put(instruction, ARRIVAL, self._exchange(rows, send, receive))
 
     def input_backward(self, instruction: Pass) -> None:
         """IB: add the received gradients into this rank's rows of the embedding gradient, unless frozen."""
         i = instruction.microbatch
         rows = self.arrived(Comm(CommType.CIB, instruction.stage, i), ARRIVAL)
-        weight = self.model.word_embeddings.weight
-        if weight.requires_grad:
+        if self._weight.requires_grad:
             microbatch = self.microbatches[i]
-            embedding_backward(rows, microbatch.owned_rows, main_grad(weight), order=microbatch.by_row)
+            embedding_backward(rows, microbatch.owned_rows, main_grad(self._weight), order=microbatch.by_row)
         self.gradients.wrote(Writer(PassType.IB))

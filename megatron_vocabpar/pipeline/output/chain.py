@@ -48,6 +48,7 @@ class OutputChain:
         training: whether the chain leads to B; that of an evaluation ends in L.
         early: whether S computes A = E W, as in vocab-2, so that dX travels with the statistics.
         terms: of the loss, in this call.
+        weight: the output weight ``[P, H]``.
         metrics: the extras that the loss function may have.
         gradients: the names of those on which the loss may depend.
         detached: whether the loss of further heads leaves out the output weight (``--mtp-detach-heads``).
@@ -64,7 +65,8 @@ class OutputChain:
         self.early = computes_t and method.waits_for[PassType.B][0] is self.statistics
         terms = options.terms if self.training else replace(options.terms, distillation=None)
         self.terms: LossTerms = compat.with_mup_scale(terms, iteration.call.config)
-        self.metrics = [_metric(name, model.output_weight.dtype) for name in options.metric_names]
+        self.weight = model.output_weight
+        self.metrics = [_metric(name, self.weight.dtype) for name in options.metric_names]
         self.gradients = options.gradients if self.training else ()
         self.detached = bool(getattr(iteration.call.config, "mtp_detach_heads", False))
         self.spare = SpareExponentials()
@@ -75,7 +77,7 @@ class OutputChain:
 
     def rehearse(self) -> None:
         """Compile the kernels of this rank's shards: before the first iteration, on all ranks at once."""
-        weights, rank = (self.model.output_weight, self.model.word_embeddings.weight), self.iteration.rank
+        weights, rank = (self.weight, self.model.word_embeddings.weight), self.iteration.rank
         if self.training and not rank.output_options.invariant and all(w.requires_grad for w in weights):
             grads = main_grad(weights[0]), main_grad(weights[1])
             n = max(map(prod, self.iteration.microbatches.shapes))
@@ -169,7 +171,7 @@ def _metric(name: str, dtype: torch.dtype) -> Extra:
 def _extras_of(chain: OutputChain) -> tuple[Extra, ...]:
     """The further numbers of every microbatch; the order is that of their columns."""
     call, options = chain.iteration.call, chain.iteration.rank.output_options
-    weight, shard = chain.model.output_weight.detach(), chain.model.shard.range
+    weight, shard = chain.weight.detach(), chain.model.shard.range
     found: list[Extra] = []
     if chain.terms.needs_mean:
         found.append(Mean(shard.vocab_size, weight, shard, chain.terms.logit_scale))
@@ -199,7 +201,7 @@ def _shard_options(chain: OutputChain, extras: Sequence[Extra]) -> ShardOptions:
 
 def _forward_of(chain: OutputChain) -> Forward:
     """How this rank computes S, chosen once for a call."""
-    model, shard = chain.model, chain.model.shard.range
+    shard = chain.model.shard.range
     options, spare = chain.options, chain.spare
 
     def with_blocks(
@@ -212,7 +214,7 @@ def _forward_of(chain: OutputChain) -> Forward:
     @cache
     def with_weight() -> ShardOptions:
         """The options, with the weight in 8 bits if asked for: once, when the first S has the weight."""
-        weight = Fp8Weight.of(model.output_weight.detach(), shard) if in_8_bits else None
+        weight = Fp8Weight.of(chain.weight.detach(), shard) if in_8_bits else None
         return replace(options, fp8_weight=weight)
 
     def forward(

@@ -45,6 +45,7 @@ class SoftmaxPasses(LayerHandlers):
     def __init__(self, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> None:
         super().__init__(chain.iteration)
         self.chain, self.hidden, self.losses = chain, hidden, losses
+        self._layer = chain.model.vocab_output
 
     def table(self) -> dict[PassType, Callable[[Any], None]]:
         """The handlers. Each pass does what its name says; T of vocab-2 adds dW alone, as S has made dX."""
@@ -70,9 +71,9 @@ class SoftmaxPasses(LayerHandlers):
 
     def on_shard(self, instruction: Pass, shard_pass: ShardPass) -> tuple[Any, torch.Tensor]:
         """Run it on the hidden states, in a call of the module: before one DDP gathers the parameters."""
-        model, x = self.chain.model, self.hidden.of(instruction)
+        x = self.hidden.of(instruction)
         self.losses.look_at(instruction.microbatch, x)
-        state, sent = model.vocab_output(x, model.output_weight, shard_pass=shard_pass)
+        state, sent = self._layer(x, self.chain.weight, shard_pass=shard_pass)
         assert sent is not None
         return state, sent
 
@@ -102,7 +103,7 @@ class SoftmaxPasses(LayerHandlers):
         Rows of detached heads add nothing: their loss trains their own layers alone. Nor does a frozen weight
         get anything.
         """
-        weight = self.chain.model.output_weight
+        weight = self.chain.weight
         if not weight.requires_grad:
             return
         if self.chain.detached:
