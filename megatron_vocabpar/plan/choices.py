@@ -193,9 +193,8 @@ def played(
         least_ms = priced_ms(request, least_ms, layers_share, busy)[0] + after_ms
     if least_ms >= below_ms:
         return _too_long(request, method, family, layers, least_ms)
-    best, *_ = problem.played(_PASSES)
-    schedule = problem.schedule(best)
-    length_ms, idle = _extended(problem, schedule, best.end, job.m - m)
+    schedule, end_ms = problem.quick(_PASSES)
+    length_ms, idle = _extended(problem, schedule, end_ms, job.m - m)
     use = Use(1.0 - idle)
     lengths_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
     if near_ms is not None and lengths_ms[0] + after_ms >= max(below_ms, near_ms):

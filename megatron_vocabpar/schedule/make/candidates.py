@@ -94,14 +94,12 @@ _INTERLACED = (
     Recipe(None, 1.0, 1.0, None, ahead=0.1),
     Recipe(1.0, 1.0, 0.9, None, ahead=0.3),
 )
-# Baseline and redis on 1F1B: the order that Megatron runs, unchanged.
-_TEXTBOOK = Recipe(None, 1.0, 0.0, None, ahead=0.0)
 
 
 def candidates(
     shape: Schedule, graph: PassGraph, times: PassTimes, family: Family, cap: Cap
 ) -> Iterator[Candidate]:
-    """An endless list of candidates, or only the textbook's; ``shape`` is the schedule's frame."""
+    """An endless list of candidates; ``shape`` is the schedule's frame."""
     blocks: dict[tuple[Hops, float | None, float, bool], BuildingBlock] = {}
     for hops, recipe in _plans(shape, family, cap):
         packed = family.packed if recipe.packed is None else recipe.packed
@@ -113,16 +111,8 @@ def candidates(
         yield Candidate(blocks[key], rules(shape, graph, blocks[key], recipe, cap))
 
 
-def is_textbook(shape: Schedule, family: Family) -> bool:
-    """Whether there is only one order to try: 1F1B without vocabulary passes."""
-    return not shape.method.vocabulary_parallel and family.name == "1f1b"
-
-
 def _plans(shape: Schedule, family: Family, cap: Cap) -> Iterator[tuple[Hops, Recipe]]:
     known = family.hops(shape.p, shape.chunks, cap.most)
-    if is_textbook(shape, family):
-        yield known[0], _TEXTBOOK
-        return
     recipes = _recipes(shape, family)
     pairs = [(i + j, i, j) for i in range(len(known)) for j in range(len(recipes))]
     for _, i, j in sorted(pairs):

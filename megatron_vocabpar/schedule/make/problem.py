@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from megatron_vocabpar.schedule.make.bounds import lower_bound_ms
-from megatron_vocabpar.schedule.make.candidates import Candidate, candidates, is_textbook
+from megatron_vocabpar.schedule.make.candidates import Candidate, candidates
 from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
 from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
 from megatron_vocabpar.schedule.make.pair_candidates import pair_candidates
 from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
 from megatron_vocabpar.schedule.make.request import PlanRequest
-from megatron_vocabpar.schedule.play.events import run_events
+from megatron_vocabpar.schedule.make.stock import stock_schedule
+from megatron_vocabpar.schedule.play.events import run_events, run_passes
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.numbering import Numbering
 from megatron_vocabpar.schedule.play.peaks import Cap, check_cap
@@ -78,10 +79,30 @@ class Problem:
 
     def best(self, budget: int) -> Schedule:
         """The fastest of the candidates that a budget of passes allows to play."""
+        if self.is_stock:
+            return self._stock()
         if self.pairs:
             tried = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
             return min(tried, key=self.simulated_ms)
         return self.schedule(self.played(budget)[0])
+
+    def quick(self, budget: int) -> tuple[Schedule, float]:
+        """A schedule, and the ms that its passes take if communication never queues."""
+        if self.is_stock:
+            schedule = self._stock()
+            return schedule, max(run_passes(schedule, self.times).ends)
+        best, *_ = self.played(budget)
+        return self.schedule(best), best.end
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is 1F1B without vocabulary passes: the order that Megatron runs, unchanged."""
+        return not self.shape.method.vocabulary_parallel and self.family.name == "1f1b"
+
+    def _stock(self) -> Schedule:
+        """Megatron's order in this frame."""
+        order = stock_schedule(self.shape.p, self.shape.m, most=self.cap.most)
+        return replace(self.shape, ranks=order.ranks)
 
     def bound_ms(self) -> float:
         """The time that no order under the caps can undercut."""
@@ -102,8 +123,6 @@ class Problem:
         """The candidates within a budget, fastest first; of equally fast ones only the first."""
         tried = pair_candidates if self.pairs else candidates
         choices = tried(self.shape, self.graph, self.times, self.family, self.cap)
-        if is_textbook(self.shape, self.family):
-            return [arrange(self.graph, self.shape.m, *next(choices))]
         passes = len(self.graph.passes)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)

@@ -12,6 +12,7 @@ Next: ``play/events.py``, which plays them, and ``plan/stock.py``, which places 
 from __future__ import annotations
 
 from itertools import chain
+from math import inf
 
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
@@ -19,11 +20,12 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
-def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False) -> Schedule:
+def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False, most: float = inf) -> Schedule:
     """The passes of every rank as Megatron runs them, for ``m`` microbatches on ``p`` ranks.
 
     With several chunks Megatron wants ``m`` to be a multiple of ``p``, which is not checked here. If it
-    ``overlaps``, an F and a B run as a pair.
+    ``overlaps``, an F and a B run as a pair. With one chunk, a rank holds the activations of at most ``most``
+    microbatches, which Megatron has no flag for.
     """
     placement = Placement(p, chunks, "standard")
     turns = [
@@ -36,7 +38,7 @@ def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False) -> S
     for rank in range(p):
         forward = [Pass(PassType.F, chunk * p + rank, mb) for chunk, mb in turns]
         backward = [Pass(PassType.B, (chunks - 1 - chunk) * p + rank, mb) for chunk, mb in turns]
-        ahead = p - rank - 1 if chunks == 1 else 2 * (p - rank - 1) + (chunks - 1) * p
+        ahead = int(min(p - rank, most)) - 1 if chunks == 1 else 2 * (p - rank - 1) + (chunks - 1) * p
         warm_up = min(ahead + overlaps, len(turns))
         steady = list(zip(forward[warm_up:], backward, strict=False))
         rows.append((*forward[:warm_up], *chain.from_iterable(steady), *backward[len(steady) :]))
