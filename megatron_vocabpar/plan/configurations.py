@@ -217,8 +217,11 @@ def quick_plays(
             least = min(map(_ms, ours), default=inf)
             limits = min(ours_ms, least), _NEAR * min(best_ms, least)
             ours += _fitting(question, job, method, family, limits, _LAYOUTS)
-    played = partial(quick_stock_choices, below_ms=stock_ms)
-    stock = _first_that_fits(question, job, "stock", played, stock_ms)
+    stock: list[Choice] = []
+    for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
+        below_ms = min([stock_ms, *map(_ms, stock)])
+        played = partial(quick_stock_choices, overlaps=overlaps, below_ms=below_ms)
+        stock += _first_that_fits(question, job, "stock", played, below_ms)
     return [*_near(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
 

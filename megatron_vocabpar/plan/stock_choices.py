@@ -46,13 +46,14 @@ def stock_choices(request: Request) -> list[Choice]:
     return [stock_in_full(choice) if choice is best else choice for choice in ranked]
 
 
-def quick_stock_choices(request: Request, below_ms: float = inf) -> list[Choice]:
-    """Megatron's own schedules, each played for a few microbatches if it fits; else it takes ``inf``.
+def quick_stock_choices(request: Request, overlaps: bool, below_ms: float = inf) -> list[Choice]:
+    """Megatron's own schedules with overlap or without, each played for a few microbatches if it fits.
 
-    What cannot take less than ``below_ms``, or than the fastest before it, is not played, and has a problem.
+    What does not fit takes ``inf``. What cannot take less than ``below_ms``, or than the fastest before it,
+    is not played, and has a problem.
     """
     tried: list[Choice] = []
-    for placed in layouts_of(request):
+    for placed in [placed for placed in layouts_of(request) if placed.overlaps == overlaps]:
         tried.append(stock_choice(request, placed, True, below_ms))
         if tried[-1].fits:
             below_ms = min(below_ms, tried[-1].iteration_ms)
