@@ -37,12 +37,14 @@ def staged(*pieces: Tensor) -> tuple[Tensor, ...]:
     return torch.cat(pieces).split([len(piece) for piece in pieces])
 
 
-def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -> Iterator[int]:
+def microbatches(
+    n: int, hidden: int, rows: int, ignored: float, with_a: bool, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[int]:
     """The rehearsal (-1), then S, C1, T, TW and IB of one rank; of other lengths if tokens are ignored."""
     generator = torch.Generator().manual_seed(0)
     ranges = even_ranges(rows * RANKS, RANKS, rows * RANKS)
     shard = ranges[RANKS // 2]
-    weight, main_grad = torch.randn(rows, hidden).bfloat16(), torch.zeros(rows, hidden)
+    weight, main_grad = torch.randn(rows, hidden).to(dtype), torch.zeros(rows, hidden)
     options = ShardOptions(with_input_gradient=with_a)
     rehearse(weight, (main_grad, main_grad), shard, options, RANKS, n)
     yield -1
@@ -52,14 +54,14 @@ def microbatches(n: int, hidden: int, rows: int, ignored: float, with_a: bool) -
         targets, mine = labels[counted], ids[(ids >= shard.start) & (ids < shard.stop)] - shard.start
         pieces = *shard_targets(targets, shard), mine, mine.argsort(stable=True)
         rows, owned, mine, order = staged(*pieces)
-        x = torch.randn(len(targets), hidden).bfloat16()
+        x = torch.randn(len(targets), hidden).to(dtype)
         state, stats = output_forward(x, weight, ShardTargets(rows, owned), shard, options)
         assert state is not None
         softmax = join(stats.new_zeros(RANKS, *stats.shape))
         slopes = loss_slopes(softmax, PLAIN, torch.ones(len(targets)))
         state.input_gradient(softmax, slopes)
         state.add_weight_gradient(softmax, slopes, main_grad)
-        embedding_backward(torch.zeros(len(mine), hidden).bfloat16(), mine, main_grad, order)
+        embedding_backward(torch.zeros(len(mine), hidden).to(dtype), mine, main_grad, order)
         yield i
 
 
