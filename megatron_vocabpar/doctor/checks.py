@@ -41,7 +41,7 @@ def checks(
     add("versions", surroundings.versions, 120)
     add("GPUs", surroundings.gpus, 120)
     add("row kernels in use", surroundings.row_kernels, 120)
-    for kernel in (kernels.exponentials, kernels.scale_rows, kernels.scatter_add_rows):
+    for kernel in (kernels.exponentials, kernels.scale_rows, kernels.scatter_add_rows, kernels.gradients):
         for dtype in DTYPES:
             add(f"kernel {kernel.__name__}, {dtype}", kernel, 180, dtype=dtype)
     add("kernels of the statistics, float32", kernels.statistics, 180, dtype="float32")

@@ -6,7 +6,7 @@ On a GPU they are the Triton kernels; where those cannot serve it, the checks sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 
 import psutil
 import torch
@@ -16,7 +16,8 @@ from megatron_vocabpar.doctor.result import Finding, within
 from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import RowKernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
-from megatron_vocabpar.layers.numbers import Slopes
+from megatron_vocabpar.layers.numbers import Slopes, TokenGradient
+from megatron_vocabpar.layers.targets import ShardTargets
 
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative: a few fp32 roundings of exp2 and of sums; two units in the last place of 16-bit storage."""
@@ -201,6 +202,38 @@ def statistics(kernels: RowKernels, device: torch.device, dtype: torch.dtype, n:
             _error(gradient.target, exact.target, smallest, dtype),
         ]
     return _largest(errors)
+
+
+@_check()
+def gradients(
+    kernels: RowKernels, device: torch.device, dtype: torch.dtype, n: int = 300, hidden: int = 1100
+) -> float:
+    """Rows of dX in fp32 and of ``dtype`` times computed factors, and the terms of repeated targets."""
+    generator = torch.Generator().manual_seed(0)
+    random = partial(torch.rand, generator=generator)
+    stats, g, lse = random(2, n, 4), random(n), random(n)
+    stats[..., 0] = stats[..., 0].round()
+    stats[0, :, 3], stats[1, :, 2:] = 1, 0
+    rows = torch.randint(-1, n // 8, (n,), generator=generator)
+    targets = ShardTargets(rows, rows.argsort(stable=True)[int((rows < 0).sum()) :])
+    source, weight, x = random(n, hidden), random(n // 8, hidden).to(dtype), random(n, hidden).to(dtype)
+    results = []
+    for each, where in ((dispatch.REFERENCE, torch.device("cpu")), (kernels, device)):
+        softmax = each.merge(stats.to(where))
+        gradient = TokenGradient(softmax, Slopes(g.to(where), lse.to(where)), stats[0, :, 0].to(where))
+        there = ShardTargets(*(tensor.to(where) for tensor in targets))
+        grad, main_grad = source.to(where, copy=True), torch.ones(n // 8, hidden, device=where)
+        each.finish(grad, grad, weight.to(where), there, gradient)
+        scaled = each.prepare(main_grad, x.to(where), there, gradient)
+        results.append((grad, main_grad, scaled))
+    (grad, main_grad, scaled), (got_grad, got_main_grad, got_scaled) = results
+    return _largest(
+        [
+            _error(got_grad, grad, 1.0, torch.float32),
+            _error(got_main_grad, main_grad, 1.0, torch.float32),
+            _error(got_scaled, scaled, _SMALLEST[dtype], dtype),
+        ]
+    )
 
 
 @_check(bytes_of_element=7)

@@ -6,6 +6,7 @@ SMALL = {
     "exponentials": {"n": 8, "columns": 3000},
     "scale_rows": {"n": 9, "hidden": 1030},
     "scatter_add_rows": {"n": 60, "hidden": 300},
+    "gradients": {"n": 40, "hidden": 30},
 }
 
 TINY = {
