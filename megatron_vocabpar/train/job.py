@@ -54,7 +54,7 @@ def run_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.e
         return
     from megatron_vocabpar.runtime.processes import run
 
-    for folder in open_job(config, say):
+    for folder in open_job(config, say, environment):
         job = output.read_config(folder)
         say(f"training {job.method} on {job.world_size} processes ({job.device})")
         run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
@@ -108,14 +108,14 @@ def _run_rank(config: TrainConfig, say: Say) -> None:
         dist.destroy_process_group()
 
 
-def open_job(config: TrainConfig, say: Say) -> list[Path]:
+def open_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Check a job, make its schedules, prepare its data, and open its folder.
 
     Returns:
         The folder of each method that is still to be trained, with all that its ranks read.
     """
-    check(config)
-    config = dataclasses.replace(config, device=resolve_device(config))
+    check(config, environment)
+    config = dataclasses.replace(config, device=resolve_device(config, environment))
     plans: dict[str, Plan] = {}
     for method in config.methods:
         if output.finished(config, method):

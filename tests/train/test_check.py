@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_vocabpar.train import job
 from megatron_vocabpar.train.check import check, require_modules, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import (
@@ -186,3 +187,20 @@ def test_missing_module() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module") as missing:
         require_modules(("json", "no_such_module"))
     assert missing.value.name == "no_such_module"
+
+
+def test_the_environment_that_a_job_is_given_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of the doctor starts a job on processes of its own, and is a rank of a group of one itself."""
+
+    class Started(Exception):
+        """The job was not refused."""
+
+    def prepare(*_: Any) -> Any:
+        raise Started
+
+    monkeypatch.setattr(job, "prepare", prepare)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    config = TrainConfig(device="cpu", output=str(tmp_path / "out"))
+    with pytest.raises(Started):
+        job.run_job(config, print, environment={})
