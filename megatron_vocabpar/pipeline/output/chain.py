@@ -201,7 +201,7 @@ def _shard_options(chain: OutputChain, extras: Sequence[Extra]) -> ShardOptions:
 
 def _forward_of(chain: OutputChain) -> Forward:
     """How this rank computes S, chosen once for a call."""
-    shard = chain.model.shard.range
+    parameter, shard = chain.weight, chain.model.shard.range  # a function that holds the chain is a cycle
     options, spare = chain.options, chain.spare
 
     def with_blocks(
@@ -214,7 +214,7 @@ def _forward_of(chain: OutputChain) -> Forward:
     @cache
     def with_weight() -> ShardOptions:
         """The options, with the weight in 8 bits if asked for: once, when the first S has the weight."""
-        weight = Fp8Weight.of(chain.weight.detach(), shard) if in_8_bits else None
+        weight = Fp8Weight.of(parameter.detach(), shard) if in_8_bits else None
         return replace(options, fp8_weight=weight)
 
     def forward(
