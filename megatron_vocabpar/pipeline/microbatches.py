@@ -125,8 +125,11 @@ class Microbatches(dict[int, Microbatch]):
     ) -> None:
         super().__init__()
         self.shapes = tuple(shapes)
-        sizes = [prod(shape) for shape in shapes]
-        self._tokens, self._labels = tokens.split(sizes), labels.split(sizes)
+        cuts = np.cumsum([prod(shape) for shape in shapes])[:-1]
+        self._tokens, self._labels = (
+            [ids.reshape(shape) for ids, shape in zip(np.split(total.numpy(), cuts), shapes, strict=False)]
+            for total in (tokens, labels)
+        )
         self._device = device
         self._ranges = ranges
         self._member = member
@@ -136,7 +139,7 @@ class Microbatches(dict[int, Microbatch]):
 
     def labels(self, i: int) -> torch.Tensor:
         """Target ids ``[1 + D, b, s]`` of a microbatch, on the device."""
-        return queue_to_device(self._labels[i], self._device).view(self.shapes[i])
+        return queue_to_device(torch.from_numpy(self._labels[i]), self._device)
 
     def rows(self, i: int, values: torch.Tensor) -> torch.Tensor:
         """``[(1 + D) b s]`` in the order of C0's hidden states: by part, head, position, sequence.
@@ -186,8 +189,9 @@ class Microbatches(dict[int, Microbatch]):
         rows = (np.concatenate(owned) if len(owned) > 1 else owned[0]) - shard.start
         labels, counted, of_parts = self._counted(i)
         targets = labels - shard.start  # as ``shard_targets`` finds them
-        targets[(targets < 0) | (targets >= shard.valid_rows)] = -1
-        tokens = np.flatnonzero(targets >= 0)
+        outside = targets.view(np.uint64) >= shard.valid_rows  # where numbers below 0 are large ones
+        targets[outside] = -1
+        tokens = np.flatnonzero(~outside)
         flat = [rows, _sorting(rows, shard), targets, tokens[_sorting(targets[tokens], shard)]]
         flat += ([] if counted is None else [counted]) + [plan.order for plan in plans]
         owned_rows, by_row, *placed = to_device(flat, self._device)
@@ -201,8 +205,7 @@ class Microbatches(dict[int, Microbatch]):
 
     def _sets(self, i: int) -> Iterator[tuple[int, Ids]]:
         """Token ids ``[k, b, s]``, by the pipeline rank that embeds them."""
-        ids = self._tokens[i].numpy().reshape(self.shapes[i])
-        first, heads = self._embedding_ranks
+        ids, (first, heads) = self._tokens[i], self._embedding_ranks
         if first == heads or len(ids) == 1:
             yield first, ids
         else:
@@ -211,7 +214,8 @@ class Microbatches(dict[int, Microbatch]):
 
     def _counted(self, i: int) -> tuple[Ids, Ids | None, tuple[int, ...]]:
         """The labels that count, their positions or None if all do, and how many are in each part."""
-        labels, parts, size = self.rows(i, self._labels[i]).numpy(), self._parts, self._ranges[0].vocab_size
+        (k, b, _), parts, size = self.shapes[i], self._parts, self._ranges[0].vocab_size
+        labels = self._labels[i].reshape(k, b, parts, -1).transpose(2, 0, 3, 1).ravel()  # as ``rows``
         if labels.min() >= 0 and labels.max() < size:
             return labels, None, (len(labels) // parts,) * parts
         counted = np.flatnonzero((labels >= 0) & (labels < size))
