@@ -23,12 +23,12 @@ from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.model import WHOLE
 from megatron_vocabpar.pipeline.rules.options import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, ask, flags
-from megatron_vocabpar.plan.advice import placing_flags
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choices_of
 from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.pattern import layers_in, with_bars
+from megatron_vocabpar.plan.placing import placing_flags
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
 from megatron_vocabpar.plan.stock import layout_of
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named

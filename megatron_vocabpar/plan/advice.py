@@ -9,18 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_vocabpar.plan.channels import CHANNEL_GB_S
-from megatron_vocabpar.plan.choice import STOCK, Choice, Request
+from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.configurations import BEST, Question
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
-from megatron_vocabpar.plan.job import OVERLAP, Job
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.pattern import written_in
-from megatron_vocabpar.plan.stock import written
+from megatron_vocabpar.plan.placing import placing_flags
 from megatron_vocabpar.plan.times import layer_ms
 from megatron_vocabpar.plan.write_arguments import job_arguments
-from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2, method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2
 
 _SAYS = 0.02  # parts of the time that are at least this share of it are named
 _SUFFICES = 1.03  # redistribution suffices if its time over the best choice's is at most this
@@ -32,31 +30,6 @@ def flags_of(choice: Choice) -> list[str]:
     """Megatron's flags for the job's sizes, the layout and this package, beside those of the model itself."""
     placing = placing_flags(choice)
     return [*job_arguments(choice.request.model, choice.request.job), *placing]
-
-
-def placing_flags(choice: Choice) -> list[str]:
-    """The flags of this package, and Megatron's flags that place the layers."""
-    if choice.method == STOCK:
-        return list(choice.flags)
-    request, family = choice.request, family_named(choice.family)
-    flags = []
-    if request.model.pattern:  # redis places its bars when the training starts
-        bars = choice.method != REDIS and len(choice.layers) > 1
-        flags += [written_in(request.model.written_pattern, choice.layers)] if bars else []
-    elif choice.method == REDIS:
-        flags.append(f"--final-stage-num-layers {choice.layers[-1]}")
-    elif len(set(choice.layers)) > 1:
-        flags.append(written(choice.layers, request.model.mtp_depths))
-    elif family.chunks > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {family.chunks}")
-    if (choice.method, choice.family) == (BASELINE, "1f1b"):
-        return flags
-    if family.pairs:
-        flags += OVERLAP[:1] if family.splits_w else OVERLAP  # W in B may be delayed within the pair
-    flags += ["--enable-vocab-parallel", f"--vocab-parallel-method {choice.method}"]
-    softcap = request.model.softcap if method_named(choice.method).vocabulary_parallel else 0.0
-    flags += [f"--vocab-parallel-logit-softcap {softcap:g}"] if softcap else []
-    return [*flags, *([] if choice.family == "1f1b" else [f"--vocab-parallel-family {choice.family}"])]
 
 
 def channels(best: Choice) -> list[str]:
