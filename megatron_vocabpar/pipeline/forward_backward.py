@@ -25,6 +25,7 @@ from megatron.core.utils import get_model_config
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
+from megatron_vocabpar.layers.kernels.dispatch import why_not_triton
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.graphs import layer_graphs
@@ -144,7 +145,7 @@ class ForwardBackward:
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
         self._layers: WeakKeyDictionary[torch.nn.Module, ChunkLayers] = WeakKeyDictionary()
-        self._rehearsed = device.type == "cpu"  # where nothing is compiled
+        self._rehearsed = why_not_triton(device, torch.float32) is not None  # where nothing is compiled
         self._graphs = LayerGraphs()
         self._engine_graphs = EngineGraphs()
 
