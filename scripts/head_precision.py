@@ -76,7 +76,7 @@ def unlikely(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     for name, in_8_bits in HEADS.items():
         got = torch.zeros(weight.shape)
         state, softmax = computed(x, weight, targets, in_8_bits)
-        state.add_weight_gradient(softmax, Slopes(-torch.ones(len(x))), got)
+        state.add_weight_gradient(softmax, Slopes(torch.ones(len(x))), got)
         errors = (got[others].double() - expected).norm(dim=1) / expected.norm(dim=1)
         zero = (got[others] == 0).all(1).float().mean()
         print(f"{name}: median error {float(errors.median()):.1e}, {100 * float(zero):.1f} % are zero")
@@ -93,7 +93,7 @@ def main(source: str = "gaussian") -> None:
     columns = []
     for in_8_bits in HEADS.values():
         state, softmax = computed(x, weight, targets, in_8_bits)
-        got_dx = state.input_gradient(softmax, Slopes(-torch.ones(len(x))))
+        got_dx = state.input_gradient(softmax, Slopes(torch.ones(len(x))))
         row_errors = (got_dx.double() - dx).norm(dim=1) / dx.norm(dim=1)
         columns.append(((-softmax.nll.double() - log_p).abs(), row_errors))
     names = [f"{what}, {head}" for what in ("log p", "dX") for head in HEADS]

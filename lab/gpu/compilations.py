@@ -52,7 +52,7 @@ def compiled(
             x = torch.randn(known.tokens, hidden, device=device).to(torch.bfloat16)
             state, stats = output_forward(x, weight, known.targets, ranges[0], ShardOptions())
             softmax = merge_stats(torch.stack([stats] * p))
-            slopes = Slopes(torch.full((len(x),), -1.0, device=device))
+            slopes = Slopes(torch.ones(len(x), device=device))
             assert state is not None
             state.input_gradient(softmax, slopes)
             state.add_weight_gradient(softmax, slopes, main_grad)

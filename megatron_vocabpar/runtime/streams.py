@@ -387,7 +387,7 @@ def to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Sequ
     """
     pieces = [piece for array in arrays for piece in (array, array[: len(array) % 2])]
     sizes = [len(piece) for piece in pieces]
-    staged = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    staged = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type != "cpu")
     np.concatenate(pieces, out=staged.numpy())
     # The host's allocator keeps the staged memory until the copy is done.
     return staged.to(device, non_blocking=True).split(sizes)[::2]
