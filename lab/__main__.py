@@ -15,6 +15,7 @@ VERBS = {
     "losses": "Our losses beside the frameworks' own functions.",
     "drift": "Why the log-probabilities of two runs differ.",
     "emulate": "Run schedules in real time, with sleeps for passes.",
+    "model_types": "Weights of the model types that the planner reads, counted by transformers.",
     "page": "A table of the documentation.",
     "patches": "What is replaced in Megatron.",
 }

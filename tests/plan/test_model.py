@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lab.paper.published import cells
 from megatron_vocabpar.plan.given import Given, read_script, read_words
 from megatron_vocabpar.plan.read_arguments import model_from_arguments
-from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
+from megatron_vocabpar.plan.read_config import load_config, model_from_config, model_preset, model_presets
 
 # Billions of parameters, as published; without multi-token prediction.
 # Sources: model cards; for Llama, Qwen and Mixtral the number of parameters that the card gives.
@@ -138,9 +139,44 @@ def test_a_config_is_read_with_its_text_part_and_windows(tmp_path: Path) -> None
 
 def test_a_config_with_missing_keys_names_them_all(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text('{"vocab_size": 100, "n_routed_experts": 4, "hidden_size": "64"}')
-    with pytest.raises(ValueError, match=r"config.json: no num_hidden_layers, .*num_experts_per_tok"):
+    path.write_text(
+        '{"model_type": "glm4_moe", "vocab_size": 100, "n_routed_experts": 4, "hidden_size": "64"}'
+    )
+    with pytest.raises(
+        ValueError, match=r"config.json: no num_attention_heads, num_hidden_layers, .*_per_tok"
+    ):
         load_config(str(path), None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"model_type": "llama5"},
+            "model_type 'llama5' is not known to the planner; give the model as Megatron's",
+        ),
+        ({"model_type": None}, "model_type: None; a Hugging Face config.json of a decoder has a word for it"),
+        ({"hidden_size": "64"}, "hidden_size: '64'; give whole numbers of at least 1"),
+        (
+            {"num_experts_of_a_new_kind": 8},
+            "num_experts_of_a_new_kind: 8: not known for the model type llama",
+        ),
+        ({"layer_types": ["conv"] * 4}, "layer_types: conv: not counted by the planner; give the model as"),
+        ({"layer_types": ["full_attention"]}, "do not have 4 entries, as num_hidden_layers says"),
+    ],
+)
+def test_a_config_that_says_more_than_is_read_is_refused(changed: dict[str, Any], message: str) -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    }
+    assert model_from_config(config, "", "", 128).layers == 4
+    with pytest.raises(ValueError, match=message):
+        model_from_config({**config, **changed}, "", "", 128)
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
