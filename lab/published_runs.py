@@ -18,13 +18,13 @@ from pathlib import Path
 from statistics import mean
 
 from megatron_vocabpar.plan.choice import Request
-from megatron_vocabpar.plan.choices import choice_of, in_full
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.layer_counts import layouts
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.plays import in_full, stock_choice
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stock import layouts
-from megatron_vocabpar.plan.stock_choices import stock_choice
 
 
 @dataclass(frozen=True)

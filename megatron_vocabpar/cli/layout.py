@@ -16,10 +16,10 @@ from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, ot
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.job import refused
+from megatron_vocabpar.plan.layer_counts import Layout, layouts_of
 from megatron_vocabpar.plan.memory import GIB
+from megatron_vocabpar.plan.plays import stock_choice, stock_in_full
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
-from megatron_vocabpar.plan.stock import Layout
-from megatron_vocabpar.plan.stock_choices import layouts_of, stock_choice, stock_in_full
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.passes import PassType

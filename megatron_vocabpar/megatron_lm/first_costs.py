@@ -23,7 +23,7 @@ from megatron_vocabpar.plan.choice import Request, costs_of
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
-from megatron_vocabpar.plan.stage_costs import DENSE, SPARSE, StageLayers, costs_of_stages
+from megatron_vocabpar.plan.times import DENSE, SPARSE, StageLayers, costs_of_stages
 from megatron_vocabpar.runtime.streams import machine
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.placement import Placement

@@ -24,13 +24,13 @@ from megatron_vocabpar.pipeline.rules.model import WHOLE
 from megatron_vocabpar.pipeline.rules.options import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, ask, flags
 from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import choices_of
 from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import hardware_presets
+from megatron_vocabpar.plan.layer_counts import layout_of
 from megatron_vocabpar.plan.pattern import layers_in, with_bars
-from megatron_vocabpar.plan.placing import placing_flags
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
-from megatron_vocabpar.plan.stock import layout_of
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_1, VOCAB_2, Method, method_named

@@ -35,9 +35,9 @@ from megatron_vocabpar.pipeline.tuning.kept_plan import (
 )
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
-from megatron_vocabpar.plan.channels import allowed_ms, fewest_channels
 from megatron_vocabpar.plan.choice import Request
-from megatron_vocabpar.plan.stage_costs import StageLayers
+from megatron_vocabpar.plan.price import allowed_ms, fewest_channels
+from megatron_vocabpar.plan.times import StageLayers
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import limits_channels, machine
@@ -200,7 +200,7 @@ def channels_of(plan: Plan, known: Request) -> int | None:
     if not plan.schedule.method.vocabulary_parallel:
         return None
     times = PassTimes.of(plan.costs, plan.schedule)
-    return fewest_channels(known, allowed_ms(simulate(plan).events, times))
+    return fewest_channels(known.model, known.job, known.hardware, allowed_ms(simulate(plan).events, times))
 
 
 def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> torch.Tensor:

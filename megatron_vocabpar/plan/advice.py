@@ -1,4 +1,9 @@
-"""What is said of choices: their flags, why the best is the best, what binds it, and what would make one fit.
+"""Sentences on choices: why the best is the best, what binds it, whether it is decided, and what would fit.
+
+Whether our schedules are faster than Megatron's own may be undecided: what collectives take from layers has
+two readings (``price.py``), and a gain that is smaller than the planner's own error says nothing. So ours or
+Megatron's is *decided* where both readings agree and both gains are larger than the error. For example, 1.05
+and 1.04 times as fast is decided, with an error of 0.024; 1.05 and 1.01 is not, nor are 1.03 and 0.97.
 
 Next: ``tables.py``.
 """
@@ -6,18 +11,16 @@ Next: ``tables.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from megatron_vocabpar.plan.channels import CHANNEL_GB_S
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.configurations import BEST, Question
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.placing import placing_flags
+from megatron_vocabpar.plan.price import CHANNEL_GB_S, gain_error
 from megatron_vocabpar.plan.times import layer_ms
-from megatron_vocabpar.plan.write_arguments import job_arguments
 from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2
 
 _SAYS = 0.02  # parts of the time that are at least this share of it are named
@@ -26,10 +29,40 @@ _CLOSE = 1.02  # choices are named if their time over the best choice's is at mo
 _LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tried with each remedy
 
 
-def flags_of(choice: Choice) -> list[str]:
-    """Megatron's flags for the job's sizes, the layout and this package, beside those of the model itself."""
-    placing = placing_flags(choice)
-    return [*job_arguments(choice.request.model, choice.request.job), *placing]
+@dataclass(frozen=True)
+class Verdict:
+    """How many times as fast our best is as Megatron's best, by the first and by the last reading."""
+
+    gains: tuple[float, float]
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is decided; empty if it is."""
+        if min(self.gains) < 1.0 < max(self.gains):
+            return "the two readings of what collectives take from layers disagree"
+        if min(abs(gain - 1.0) for gain in self.gains) < gain_error():
+            return f"the planner's own error is {100 * gain_error():.1f} %"
+        return ""
+
+    def __str__(self) -> str:
+        waiting, transfers = (f"{gain:.2f}" for gain in self.gains)
+        words = (
+            f"ours is {waiting} times as fast as Megatron's best if collectives hold multiprocessors while "
+            f"they wait, {transfers} if only transfers count"
+        )
+        return f"Undecided: {words}; {self.reason}" if self.reason else f"By both readings {words}"
+
+
+def verdict(choices: Sequence[Choice]) -> Verdict | None:
+    """The verdict on choices that fit; None unless there are ours and Megatron's."""
+    ours = [choice for choice in choices if not choice.stock]
+    stock = [choice for choice in choices if choice.stock]
+    if not ours or not stock:
+        return None
+    first = min(choice.iteration_ms for choice in stock) / min(choice.iteration_ms for choice in ours)
+    return Verdict(
+        (first, min(choice.other_ms for choice in stock) / min(choice.other_ms for choice in ours))
+    )
 
 
 def channels(best: Choice) -> list[str]:

@@ -1,6 +1,6 @@
 """A request to the planner, and a choice: one schedule that could answer it, with its time and memory.
 
-Next: ``stock_choices.py``.
+Next: ``layer_counts.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from megatron_vocabpar.plan.memory import GIB, Parameters, StageMemory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.pattern import layers_in
 from megatron_vocabpar.plan.price import Price, Use, readings
-from megatron_vocabpar.plan.stage_costs import StageLayers, costs_of_stages
-from megatron_vocabpar.plan.times import after_ms, estimated_costs
+from megatron_vocabpar.plan.times import StageLayers, after_ms, costs_of_stages, estimated_costs
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import BASELINE

@@ -25,14 +25,13 @@ from math import inf
 from statistics import fmean
 
 from megatron_vocabpar.plan.choice import Choice, Request, longest_after_ms
-from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest
+from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.memory import GIB, RESERVED, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.stock_choices import quick_stock_choices
+from megatron_vocabpar.plan.plays import quick_stock_choices
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
-from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import (

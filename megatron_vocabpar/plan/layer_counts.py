@@ -1,13 +1,17 @@
-"""How many transformer layers each stage of a family gets: even ones, or so that ranks take equally long.
+"""How many transformer layers each stage gets: even numbers, or so that ranks take equally long.
 
 A rank that holds the whole output layer, the embedding or heads of multi-token prediction gets fewer layers.
 Which of its chunks has fewer, and which ranks get the layers that are left over, decides how well a schedule
-fits together; no formula says that, so several ways are played (``choices.py``).
+fits together; no formula says that, so several ways are played (``plays.py``).
 
 An example: a V of 2 ranks with 8 layers, and an output layer of 2 layers' work behind the last stage, on rank
 0. Rank 0 gets 3 layers and rank 1 gets 5: ``2 3 2 1`` or ``2 2 3 1`` by stage, and by turns ``1 3 2 2``.
 
-Next: ``choices.py``.
+``layer_counts`` is for our schedules. Megatron's own, 1F1B and interleaved, have layouts (``layouts_of``): by
+Megatron's flags that count layers evenly, or by hand, as in ``Et|ttt|ttt|tL`` or with bars in a pattern. By
+hand the longest stage is as short as can be; the time of the vocabulary layers counts.
+
+Next: ``plays.py``.
 """
 
 from __future__ import annotations
@@ -18,15 +22,20 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_vocabpar.plan.choice import Request, costs_of
+from megatron_vocabpar.plan.job import OVERLAP
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.pattern import written_in
 from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import mean_of
-from megatron_vocabpar.schedule.times.redistribution import cut, redistribute, with_final_stage
-from megatron_vocabpar.schedule.words.methods import REDIS, Method
+from megatron_vocabpar.schedule.times.redistribution import cut, layout, redistribute, with_final_stage
+from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, Method, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12, 24)
+"""The numbers of model chunks with which Megatron's own schedule is tried."""
 _ROUNDING = 1e-6  # ms
+_BY_HAND = ", by hand"
 
 
 class _Work(NamedTuple):
@@ -79,7 +88,7 @@ def _ways(request: Request, method: Method, family: Family) -> list[tuple[int, .
     placement = Placement(p, family.chunks, family.shape)
     even = [_even(method, placement, layers)]
     if family.name == "1f1b" and not method.vocabulary_parallel:
-        return even  # Megatron's own, whose layouts ``stock.py`` has
+        return even  # Megatron's own, which has ``layouts_of``
     if method.vocabulary_parallel and not layers % placement.num_stages and not request.model.mtp_depths:
         return even
     work = _work(costs, method, placement, layers, pairs=family.pairs and costs.hides)
@@ -191,3 +200,122 @@ def _redistributed(costs: PassCosts, p: int, layers: int) -> tuple[int, ...]:
     first = sum(costs.first_rank_extra.values())
     last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     return redistribute(layers, p, first, last, work * p / layers)
+
+
+class Layout(NamedTuple):
+    """A way to place layers: its name, the chunks of a rank, the layers of each stage, and its flags.
+
+    ``overlaps``: F and B run together, as Megatron does to hide the exchange between experts.
+    """
+
+    name: str
+    chunks: int
+    layers: tuple[int, ...]
+    flags: tuple[str, ...]
+    overlaps: bool = False
+
+
+def layout_of(counts: tuple[int, ...], depths: int) -> str:
+    """Megatron's layout for these layers per stage; heads of multi-token prediction come before the loss."""
+    return f"{layout(counts)[:-1]}{'m' * depths}L"
+
+
+def written(counts: tuple[int, ...], depths: int) -> str:
+    """Megatron's flag for it."""
+    return f"--pipeline-model-parallel-layout '{layout_of(counts, depths)}'"
+
+
+def layouts_of(request: Request) -> Iterator[Layout]:
+    """Ways to place layers; bars place those of a pattern, with no flag that counts other layers.
+
+    Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
+    """
+    model, p, several = request.model, request.job.p, request.job.m % request.job.p == 0
+    possible = [
+        placed for placed in layouts(model.layers, p, request.costs()) if several or placed.chunks == 1
+    ]
+    if not model.pattern:
+        yield from possible
+        return
+    work, known = works(request), set()
+    for placed in possible:
+        if "counted" in placed.name or p * placed.chunks > model.layers:
+            continue
+        share = ideal(request, method_named(BASELINE), Placement(p, placed.chunks, "standard"))
+        ranks, stages = [*range(p)] * placed.chunks, range(p * placed.chunks)
+        for wanted, alike in ((placed.layers, ranks), (placed.layers, stages), (share, ranks)):
+            counts = cut(work, wanted, alike)
+            if counts not in known:
+                known.add(counts)
+                yield with_bars_after(request, placed, counts)
+
+
+def with_bars_after(request: Request, placed: Layout, counts: tuple[int, ...]) -> Layout:
+    """The layout with so many layers on each stage of a pattern, which bars in the pattern place."""
+    flags = (written_in(request.model.written_pattern, counts),) if request.job.p > 1 else ()
+    name = placed.name.removesuffix(_BY_HAND) + _BY_HAND * (len(set(counts)) > 1)
+    return placed._replace(name=name, layers=counts, flags=flags)
+
+
+def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
+    """The layouts worth trying for each number of chunks: by hand, and by Megatron's own rules."""
+    layer = sum(map(mean_of, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
+    first = sum(costs.first_rank_extra.values())
+    last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
+    hidden = mean_of(costs.hidden_ms) * p / layers
+    for chunks in CHUNKS:
+        if p * chunks - 2 > layers or (chunks > 1 and p < 2):
+            return
+        name = "1f1b" if chunks == 1 else f"interleaved x{chunks}"
+        yield from _placed(layers, p, Layout(name, chunks, (), ()), (first, last, layer), costs.mtp_depths)
+        # Megatron overlaps with chunks, or without a pipeline and then without multi-token prediction.
+        if hidden and (chunks > 1 or (p == 1 and not costs.mtp_depths)):
+            together = Layout(f"{name} with overlap", chunks, (), OVERLAP, overlaps=True)
+            yield from _placed(layers, p, together, (first, last, layer - hidden), costs.mtp_depths)
+
+
+def _placed(
+    layers: int, p: int, kind: Layout, work: tuple[float, float, float], depths: int
+) -> Iterator[Layout]:
+    """The ways to place layers in one kind of schedule; ``work`` as for ``_by_hand``."""
+    chunks = kind.chunks
+    for counts in dict.fromkeys(_by_hand(layers, p, chunks, work)):
+        if len(set(counts)) > 1:
+            flags = (written(counts, depths), *kind.flags)
+            yield kind._replace(name=f"{kind.name}, by hand", layers=counts, flags=flags)
+    for counted, counts in _counted(layers, p * chunks):
+        virtual = (f"--num-virtual-stages-per-pipeline-rank {chunks}",) if chunks > 1 else ()
+        flags = tuple(f"--account-for-{end}-in-pipeline-split" for end in counted)
+        words = f", {' and '.join(counted)} counted" if counted else ""
+        yield kind._replace(name=kind.name + words, layers=counts, flags=(*flags, *virtual, *kind.flags))
+
+
+def _counted(layers: int, stages: int) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Megatron's even splits: of the layers alone, or with the loss, or with both ends, counted as layers.
+
+    14 layers on 4 stages divide evenly if both ends count: 16 make 4 a stage, so the stages have 3, 4, 4, 3.
+    """
+    for counted in ((), ("loss",), ("embedding", "loss")):
+        share, left = divmod(layers + len(counted), stages)
+        if left == 0 and (share > 1 or not counted or stages - 2 == layers):
+            first, last = share - (len(counted) == 2), share - bool(counted)
+            yield counted, (first, *(share,) * (stages - 2), last)[-stages:]
+
+
+def _by_hand(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
+    """Layers per stage so that stages have equal work, then so that ranks have.
+
+    ``work`` holds that of the input layer, of the output layer and of a transformer layer.
+    """
+    if 1 < p * chunks <= layers + 1:
+        yield redistribute(layers, p * chunks, *work)
+        yield from _by_rank(layers, p, chunks, work)
+
+
+def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
+    """Layers per rank for equal work, spread over its chunks; nothing if a stage but the last were empty."""
+    counts = redistribute(layers, p, *work)
+    spread = [[count // chunks + (chunk < count % chunks) for chunk in range(chunks)] for count in counts]
+    stages = tuple(spread[rank][chunk] for chunk in range(chunks) for rank in range(p))
+    if all(stages[:-1]):
+        yield stages

@@ -25,7 +25,7 @@ Parameters and logits have ``Bytes``. Today's were counted, those of the publish
   ``--cross-entropy-loss-fusion``; Transformer Engine's fusion takes 2, and Megatron refuses it from 0.18.2
   on). Published: 11, with logits and their gradient in float32.
 
-Next: ``choice.py``.
+Next: ``price.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank's layers take beside everything else: alone, on a busy GPU, with collectives beside them.
+"""How much longer layers take on a busy GPU and beside collectives, and how few channels collectives need.
 
     time of layers = alone x (1 + busy x slope) x (1 + resident x channels / multiprocessors)
 
@@ -15,8 +15,15 @@ passes about as well:
 Only a GPU says which one holds; until one has, plans are priced by both. Shares are means over ranks: within
 a row of the published passes ranks differ by 2 % for other reasons, so a rank's own share says little.
 
+A collective's kernel holds a multiprocessor for each *channel* of NCCL, from its launch to its end, and a
+channel carries about 20 GB/s within a node. So a schedule wants as few as its slack allows. For example, dX
+of 4,096 tokens and a hidden size of 8,192 is 134 MB in float32, which the reduction to the last stage sends
+once; if 2.5 ms pass between the last rank's S and the first pass that needs it, 3 channels carry it in time.
+Between nodes they must be enough for the network: 50 GB/s take 3. Measured on an H200, one or two channels
+slow layers half as much as four to eight do.
+
 Source: ``data/price.json``, fitted by ``lab/paper/price.py`` to the published passes.
-Next: ``times.py``.
+Next: ``choice.py``.
 """
 
 from __future__ import annotations
@@ -25,20 +32,30 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.data.schema import check, read_object, text_of
 from megatron_vocabpar.schedule.play.events import Events
+from megatron_vocabpar.schedule.play.launches import windows
+from megatron_vocabpar.schedule.play.lower import communications
 from megatron_vocabpar.schedule.play.residence import (
     busy_share,
     resident_beside_layers,
     transferring_beside_layers,
 )
-from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.passes import CommType
 
+CHANNEL_GB_S = 20.0
+"""What a channel carries within a node, 10^9 bytes a second: assumed."""
 READINGS = ("waiting", "transfers")
+_FLOAT = 4  # bytes of an element
 _NO_TIME = dict.fromkeys(("F_ms", "B_ms", "W_ms"), 0.0)  # what else a cost file must have
 
 
@@ -84,6 +101,23 @@ class Price:
         """The time of layers over their time alone."""
         beside = use.resident * self.channels / multiprocessors + use.transferring * self.transfers
         return (1.0 + use.busy * self.slope) * (1.0 + beside)
+
+
+def allowed_ms(events: Events, times: PassTimes) -> float:
+    """The ms that a collective may take without delaying a pass: as planned, and what all have to spare."""
+    found = windows(events, communications(events), times).values()
+    spare = min((each.deadline_ms - each.ready_ms for each in found), default=0.0)
+    return times.comms[CommType.C1] + spare
+
+
+def fewest_channels(model: Model, job: Job, hardware: Hardware, allowed: float) -> int:
+    """The channels with which a microbatch's input gradient is reduced in ``allowed`` ms."""
+    # Each of a stage's t ranks has its part of every row.
+    moved = _FLOAT * model.seq_length * job.micro_batch * model.hidden / job.c
+    needed = moved / (allowed * 1e6) if allowed else hardware.link_gb_s
+    if job.gpus > hardware.per_node:
+        needed = max(needed, hardware.network_gb_s)
+    return max(1, ceil(needed / CHANNEL_GB_S))
 
 
 def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:

@@ -2,7 +2,7 @@
 
 The plan lists the flags that nothing here reads, but for those that are known to change no count
 (``Given.unread``).
-Next: ``links.py``.
+Next: ``hardware.py``.
 """
 
 from __future__ import annotations

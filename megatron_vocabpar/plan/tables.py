@@ -17,7 +17,6 @@ from rich.text import Text
 from megatron_vocabpar.plan.advice import (
     binds,
     channels,
-    flags_of,
     gain,
     headline,
     model_notes,
@@ -30,14 +29,15 @@ from megatron_vocabpar.plan.advice import (
     sizes_of,
     stock_best,
     summary,
+    verdict,
 )
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
+from megatron_vocabpar.plan.choice_flags import flags_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import MOST, Question
 from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.stock_choices import stock_choices
-from megatron_vocabpar.plan.verdict import verdict
+from megatron_vocabpar.plan.plays import stock_choices
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import text_table
 

@@ -7,22 +7,33 @@ Measured costs replace all estimates.
 A pass takes its time alone, with its exchange between experts; ``hidden_ms`` is what F and B hide of each
 other when they run as a pair. What runs beside layers makes them longer by a factor, see ``price.py``.
 
+``estimated_costs`` is of the mean layer. ``costs_of_stages`` gives each stage the times of its own layers:
+the stage with DeepSeek-V3's three dense layers is shorter, and a hybrid model's stages follow its pattern.
+
 Source: the published passes (``lab/paper/data/measured_passes.csv``); Table 3 for smaller shards.
 Next: ``memory.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import log2
+from typing import NamedTuple
 
-from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.hardware import (
+    Hardware,
+    context_ms,
+    exchange_ms,
+    gradients_ms,
+    tensor_ms,
+    transfer_ms,
+)
 from megatron_vocabpar.plan.job import Job, can_pair
-from megatron_vocabpar.plan.links import context_ms, exchange_ms, gradients_ms, tensor_ms, transfer_ms
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.schedule.times.costs import PassCosts
+from megatron_vocabpar.schedule.times.per_rank import mean_of
 from megatron_vocabpar.schedule.words.methods import INTERLACED, NAIVE, VOCAB_1, VOCAB_2
 
 _HALF, _GRADIENT = 2, 4  # bytes of an element
@@ -40,6 +51,9 @@ _NAIVE_S2 = 0.1  # of S: exponentials and their sum
 _IF_BYTES, _IB_BYTES = 146.0, (97.0, 10.2)
 _HIDDEN = 0.93  # of the exchange, in a pair: arXiv 2603.07685 on overlapping, DeepSeek-V3 on H100, W apart
 _STEP_BYTES = 50  # of a parameter, Adam with float32 gradients: 62 of the published runs without copies
+
+DENSE, SPARSE = "*-", "*E"
+"""A GPT's layers with a dense MLP, and with experts."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +169,36 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 
         layers=model.layers,
         hidden_ms=share * layer.hidden if can_pair(model, job) else 0.0,
     )
+
+
+class StageLayers(NamedTuple):
+    """The layers of a stage, each by its parts (``*E``, as in ``pattern.py``), and its heads."""
+
+    layers: Sequence[str]
+    heads: int = 0
+
+
+def costs_of_stages(
+    costs: PassCosts, model: Model, job: Job, hardware: Hardware, stages: Sequence[StageLayers]
+) -> PassCosts:
+    """``costs`` of even stages with the times of each stage; ``stages`` is in the order of the pipeline.
+
+    Layers share the time of all of them, estimated or measured, as they would by the estimates.
+    """
+    kinds = {kind for stage in stages for kind in stage.layers}
+    layers = {kind: layer_ms(model.like(kind), job, hardware) for kind in kinds}
+    rows: dict[str, tuple[float, ...]] = {}
+    parts = {"F_ms": "forward", "B_ms": "backward", "W_ms": "weights", "hidden_ms": "hidden"}
+    for name, part in parts.items():
+        of_stages = [sum(getattr(layers[kind], part) for kind in stage.layers) for stage in stages]
+        whole, heads = mean_of(getattr(costs, name)) * job.p, costs.last_stage_extra.get(name, 0.0)
+        longer = whole / (sum(of_stages) or 1.0)
+        rows[name] = tuple(
+            longer * ms + (heads if stage.heads else 0.0) for ms, stage in zip(of_stages, stages, strict=True)
+        )
+    if not costs.hides:
+        del rows["hidden_ms"]
+    return replace(costs, stage_ms=rows, layers_per_stage=tuple(len(stage.layers) for stage in stages))
 
 
 def after_ms(

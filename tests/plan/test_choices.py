@@ -9,14 +9,16 @@ from functools import cache
 import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
-from megatron_vocabpar.plan.advice import flags_of, redistribution, remedies
+from megatron_vocabpar.plan.advice import redistribution, remedies
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
-from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of, in_full
+from megatron_vocabpar.plan.choice_flags import flags_of
+from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts
 from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.plays import in_full
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families

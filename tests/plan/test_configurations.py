@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan import choices as choosing
 from megatron_vocabpar.plan import configurations as planning
-from megatron_vocabpar.plan import stock_choices as playing
+from megatron_vocabpar.plan import plays as playing
 from megatron_vocabpar.plan.advice import binds, shares, shown, sources, stock_best
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choices import choice_of, choices_of, in_full
+from megatron_vocabpar.plan.choices import choice_of, choices_of, mapping
 from megatron_vocabpar.plan.configurations import (
     Question,
     best_configurations,
@@ -33,9 +33,8 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import RECOMPUTE, Job
 from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.plays import in_full, stock_choices
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stock_choices import stock_choices
-from megatron_vocabpar.plan.workers import mapping
 from megatron_vocabpar.schedule.make.problem import Problem
 
 H100 = hardware_named("h100")

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.plan.hardware import hardware_named, hardware_presets
-from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.links import (
+from megatron_vocabpar.plan.hardware import (
     LINK_REACHES,
     NETWORK_REACHES,
     Group,
@@ -17,9 +15,12 @@ from megatron_vocabpar.plan.links import (
     exchange_ms,
     gather_ms,
     gradients_ms,
+    hardware_named,
+    hardware_presets,
     tensor_ms,
     transfer_ms,
 )
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import after_ms, estimated_costs, layer_ms, step_ms
 

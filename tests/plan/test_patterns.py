@@ -14,15 +14,15 @@ from click.testing import CliRunner
 
 from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.plan.choice import Request, costs_of
-from megatron_vocabpar.plan.choices import choice_of, played
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.layer_counts import layer_counts
+from megatron_vocabpar.plan.layer_counts import layer_counts, layouts_of
 from megatron_vocabpar.plan.pattern import check_pattern, layers_in, with_bars
+from megatron_vocabpar.plan.plays import played, stock_choice, stock_choices, stock_in_full
 from megatron_vocabpar.plan.read_arguments import model_from_arguments
 from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
-from megatron_vocabpar.plan.stock_choices import layouts_of, stock_choice, stock_choices, stock_in_full
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.redistribution import cut
 from megatron_vocabpar.schedule.words.methods import method_named

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.plan.channels import fewest_channels
+from megatron_vocabpar.plan.advice import Verdict, verdict
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choices import choice_of, in_full
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.price import Price, Use, gain_error, read_measured, readings
+from megatron_vocabpar.plan.plays import in_full, stock_choices
+from megatron_vocabpar.plan.price import Price, Use, fewest_channels, gain_error, read_measured, readings
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stock_choices import stock_choices
-from megatron_vocabpar.plan.verdict import Verdict, verdict
 
 REQUEST = Request(
     replace(model_preset("llama-3.1-8b"), layers=16), Job(p=4, m=16), hardware_named("H100"), limit_gib=1e3
@@ -83,11 +82,15 @@ def test_channels_are_as_few_as_the_slack_allows() -> None:
     one_node = Request(model, Job(p=8), gpu, limit_gib=80.0)
     several = replace(one_node, job=Job(p=8, d=2))
     faster = replace(several, hardware=gpu.connected(network_gb_s=100.0))
-    assert fewest_channels(one_node, 2.5) == 3
-    assert fewest_channels(replace(one_node, job=Job(p=4, t=2)), 2.5) == 3
-    assert fewest_channels(one_node, 100.0) == 1
-    assert fewest_channels(several, 100.0) == 3
-    assert fewest_channels(faster, 100.0) == 5
+
+    def channels(asked: Request, allowed: float) -> int:
+        return fewest_channels(asked.model, asked.job, asked.hardware, allowed)
+
+    assert channels(one_node, 2.5) == 3
+    assert channels(replace(one_node, job=Job(p=4, t=2)), 2.5) == 3
+    assert channels(one_node, 100.0) == 1
+    assert channels(several, 100.0) == 3
+    assert channels(faster, 100.0) == 5
 
 
 def test_a_choice_in_full_says_its_channels() -> None:

@@ -7,8 +7,7 @@ import pytest
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stage_costs import DENSE, SPARSE, StageLayers, costs_of_stages
-from megatron_vocabpar.plan.times import estimated_costs
+from megatron_vocabpar.plan.times import DENSE, SPARSE, StageLayers, costs_of_stages, estimated_costs
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassTimes

@@ -12,9 +12,9 @@ from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import OVERLAP, Job
+from megatron_vocabpar.plan.layer_counts import Layout, layouts, layouts_of
+from megatron_vocabpar.plan.plays import quick_stock_choices, stock_choice, stock_choices
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stock import Layout, layouts
-from megatron_vocabpar.plan.stock_choices import layouts_of, quick_stock_choices, stock_choice, stock_choices
 from megatron_vocabpar.plan.times import estimated_costs
 
 H100 = hardware_named("h100")

@@ -6,7 +6,7 @@ needs another stage's. For p 2 with 2 chunks and 2 microbatches rank 0 runs ``0F
 together with the B that follows it in the list, and both hide time of each other.
 
 Source: Megatron-LM, ``forward_backward_pipelining_with_interleaving``; Narayanan et al. (2021), section 2.2.
-Next: ``play/events.py``, which plays them, and ``plan/stock.py``, which places their layers.
+Next: ``play/events.py``, which plays them, and ``plan/layer_counts.py``, which places their layers.
 """
 
 from __future__ import annotations
