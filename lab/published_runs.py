@@ -23,8 +23,9 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layouts
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.plays import in_full, stock_choice
+from megatron_vocabpar.plan.plays import in_full, play_stock, stock_choice
 from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.schedule.make.choose import choose
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,12 @@ def planned_tokens_per_s(run: Run) -> float:
     """Tokens a second and GPU of Megatron's own schedule with the run's chunks, by the planner."""
     model, job, gpu = run.planned, run.job, hardware_named(run.hardware)
     request = Request(model, job, gpu, limit_gib=inf)
-    best_ms = min(
-        stock_choice(request, placed, shorter=False).iteration_ms
-        for placed in layouts(model.layers, job.p, request.costs())
-        if placed.chunks == run.chunks and placed.overlaps == (run.hidden > 0.0)
-    )
+    choices = [
+        stock_choice(request, layout)
+        for layout in layouts(model.layers, job.p, request.costs())
+        if layout.chunks == run.chunks and layout.overlaps == (run.hidden > 0.0)
+    ]
+    best_ms = choose(choices, lambda choice, _: play_stock(choice))[0].iteration_ms
     return run.batch * run.seq_length / best_ms * 1e3 / run.gpus
 
 

@@ -18,8 +18,9 @@ from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.layer_counts import Layout, layouts_of
 from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.plays import stock_choice, stock_in_full
+from megatron_vocabpar.plan.plays import in_full, play_stock, quick_stock_choices, stock_choice
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
+from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.passes import PassType
@@ -53,20 +54,19 @@ def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | N
             f"no layout of {model.layers} layers has {chunks} chunks on each of {job.p} ranks with {job.m} "
             "microbatches; give fewer --chunks, or --microbatches that --pp divides"
         )
-    unlimited = replace(request, limit_gib=inf)  # where nothing fits the fastest is told
-    plays = [(stock_choice(unlimited, layout, True), layout) for layout in layouts]
-    fitting = [(quick, layout) for quick, layout in plays if quick.peak_gib <= request.limit_gib]
-    choice, layout = min(fitting or plays, key=lambda play: play[0].iteration_ms)
-    choice = stock_in_full(replace(choice, request=request) if fitting else choice)
-    layout = layout._replace(layers=choice.layers)
+    fitting = [choice for choice in quick_stock_choices(request, layouts) if choice.fits]
+    if fitting:
+        choice, *_ = choose(fitting, in_full, most=1)
+    else:  # the fastest is printed as it is estimated, with the memory that it would need
+        choice, *_ = choose(quick_stock_choices(replace(request, limit_gib=inf), layouts), in_full, most=0)
     ours = best_of(all_choices(request))  # what cannot be is refused before anything is told
     click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
-    click.echo(_told(replace(choice, request=request), layout))
+    click.echo(_told(replace(choice, request=request)))
     click.echo(" ".join(choice.flags) or "no flag: the layers are even")
     if checked is not None:
-        found = stock_choice(request, checked, False)
+        found = play_stock(stock_choice(request, checked))
         far = found.iteration_ms / choice.iteration_ms - 1.0
-        click.echo(f"{given_layout}: {_told(found, checked)}; {far:+.1%}")
+        click.echo(f"{given_layout}: {_told(found)}; {far:+.1%}")
     if ours is not None:
         click.echo(f"this package's {ours.name}: {_figures(ours)}")
     if not fitting:
@@ -106,11 +106,11 @@ def _checked(request: Request, layout: str) -> Layout:
     return Layout("the given layout", chunks, counts, ())
 
 
-def _told(choice: Choice, layout: Layout) -> str:
+def _told(choice: Choice) -> str:
     """A layout's time, memory, and how much more than the mean its busiest rank works."""
     request, p = choice.request, choice.request.job.p
-    frame = Schedule(method_named(BASELINE), Placement(p, layout.chunks, "standard"), request.job.m)
-    passes = PassTimes.of(costs_of(request, layout.layers), frame, splits_w=False).passes
+    frame = Schedule(method_named(BASELINE), Placement(p, len(choice.layers) // p, "standard"), request.job.m)
+    passes = PassTimes.of(costs_of(request, choice.layers), frame, splits_w=False).passes
     both = [sum(ms) for ms in zip(passes[PassType.F], passes[PassType.B], strict=True)]
     ranks = [sum(both[rank::p]) for rank in range(p)]
     busiest = max(ranks) * p / sum(ranks) - 1.0

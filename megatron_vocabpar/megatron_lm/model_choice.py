@@ -30,7 +30,9 @@ from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.layer_counts import layout_of
 from megatron_vocabpar.plan.pattern import layers_in, with_bars
+from megatron_vocabpar.plan.plays import in_full
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
+from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_1, VOCAB_2, Method, method_named
@@ -162,9 +164,7 @@ def _ranked(
 ) -> list[Choice]:
     """Those that can run, by quick plays, the fastest first; by default with the layouts of each family."""
     choices = [choice for each in both for choice in choices_of(request, *each, layouts=layouts)]
-    return sorted(
-        (choice for choice in choices if not choice.problem), key=lambda choice: choice.iteration_ms
-    )
+    return [choice for choice in choose(choices, in_full, most=0) if not choice.problem]
 
 
 def _comparison(asked: str, ranked: Sequence[Choice]) -> str:

@@ -28,6 +28,7 @@ from megatron_vocabpar.plan.choice import Choice, Request, longest_after_ms
 from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
+from megatron_vocabpar.plan.layer_counts import layouts_of
 from megatron_vocabpar.plan.memory import GIB, RESERVED, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import quick_stock_choices
@@ -219,7 +220,11 @@ def quick_plays(
     stock: list[Choice] = []
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
         below_ms = min([stock_ms, *map(_ms, stock)])
-        played = partial(quick_stock_choices, overlaps=overlaps, below_ms=below_ms)
+
+        def played(request: Request, overlaps: bool = overlaps, below_ms: float = below_ms) -> list[Choice]:
+            layouts = (layout for layout in layouts_of(request) if layout.overlaps == overlaps)
+            return quick_stock_choices(request, layouts, below_ms)
+
         stock += _first_that_fits(question, job, "stock", played, below_ms)
     return [*_near(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 

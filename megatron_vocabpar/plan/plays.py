@@ -12,7 +12,7 @@ Next: ``choices.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain, islice
@@ -30,6 +30,7 @@ from megatron_vocabpar.plan.choice import (
 from megatron_vocabpar.plan.layer_counts import Layout, layouts_of, with_bars_after
 from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.plan.price import Use, allowed_ms, fewest_channels
+from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
@@ -231,26 +232,34 @@ def stock_choices(request: Request) -> list[Choice]:
     Of a pattern the fastest of all is played with its bars moved, too.
     """
     kinds: dict[str, list[Choice]] = {}
-    for placed in layouts_of(request):
-        kind = re.sub(r" x\d+", "", placed.name)
-        kinds.setdefault(kind, []).append(stock_choice(request, placed, False))
-    ranked = [min(of_kind, key=_order) for of_kind in kinds.values()]
+    for layout in layouts_of(request):
+        kind = re.sub(r" x\d+", "", layout.name)
+        kinds.setdefault(kind, []).append(stock_choice(request, layout))
+    ranked = [_best_stock(of_kind) for of_kind in kinds.values()]
     best = min(ranked, key=_order) if request.model.pattern else None
     return [stock_in_full(choice) if choice is best else choice for choice in ranked]
 
 
-def quick_stock_choices(request: Request, overlaps: bool, below_ms: float = inf) -> list[Choice]:
-    """Megatron's own schedules with overlap or without, each played for a few microbatches if it fits.
+def _best_stock(choices: Sequence[Choice]) -> Choice:
+    """The fastest that fits, by ``choose``, or the one that needs the least memory; played in full."""
+    if not any(choice.fits for choice in choices):
+        return play_stock(min(choices, key=_order))
+    return choose(choices, lambda choice, _: play_stock(choice))[0]
+
+
+def quick_stock_choices(request: Request, layouts: Iterable[Layout], below_ms: float = inf) -> list[Choice]:
+    """Megatron's own schedules with these layouts, each played for a few microbatches if it fits.
 
     What does not fit takes ``inf``. What cannot take less than ``below_ms``, or than the fastest before it,
     is not played, and has a problem.
     """
-    tried: list[Choice] = []
-    for placed in [placed for placed in layouts_of(request) if placed.overlaps == overlaps]:
-        tried.append(stock_choice(request, placed, True, below_ms))
-        if tried[-1].fits:
-            below_ms = min(below_ms, tried[-1].iteration_ms)
-    return tried
+    choices: list[Choice] = []
+    for layout in layouts:
+        choice = stock_choice(request, layout)
+        choices.append(play_stock(choice, quick=True, below_ms=below_ms) if choice.fits else choice)
+        if choices[-1].fits:
+            below_ms = min(below_ms, choices[-1].iteration_ms)
+    return choices
 
 
 def stock_in_full(choice: Choice) -> Choice:
@@ -260,75 +269,102 @@ def stock_in_full(choice: Choice) -> Choice:
     placements are played, each a layer from the fastest so far.
     """
     request = choice.request
-    chunks = len(choice.layers) // request.job.p
-    placed = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
     if not request.model.pattern:
-        return replace(stock_choice(request, placed, False), needed_gib=choice.needed_gib)
+        return play_stock(choice)
+    chunks = len(choice.layers) // request.job.p
+    layout = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
 
-    def with_bars(counts: tuple[int, ...], shorter: bool, below_ms: float = inf) -> Choice:
-        return stock_choice(request, with_bars_after(request, placed, counts), shorter, below_ms)
+    def quick(counts: tuple[int, ...], below_ms: float = inf) -> Choice:
+        moved = stock_choice(request, with_bars_after(request, layout, counts))
+        return play_stock(moved, quick=True, below_ms=below_ms) if moved.fits else moved
 
-    first = best = with_bars(choice.layers, True)
-    known, ways = {best.layers}, moves(best.layers)
-    while len(known) < _PLAYS and (counts := next(ways, None)):
-        if counts not in known:
-            known.add(counts)
-            other = with_bars(counts, True, best.iteration_ms if best.fits else inf)
-            if _order(other) < _order(best):
-                best, ways = other, moves(counts)
-    full = {quick.layers: with_bars(quick.layers, False) for quick in (first, best)}
-    return replace(min(full.values(), key=_order), needed_gib=choice.needed_gib)
+    first = best = quick(choice.layers)
+    played, ways = {best.layers}, moves(best.layers)
+    while len(played) < _PLAYS and (counts := next(ways, None)):
+        if counts not in played:
+            played.add(counts)
+            moved = quick(counts, best.iteration_ms if best.fits else inf)
+            if _order(moved) < _order(best):
+                best, ways = moved, moves(counts)
+    full = [play_stock(of_bars) for of_bars in dict.fromkeys((first, best))]
+    return replace(min(full, key=_order), needed_gib=choice.needed_gib)
 
 
 def _order(choice: Choice) -> tuple[bool, float]:
     return not choice.fits, choice.iteration_ms if choice.fits else choice.peak_gib
 
 
-def stock_choice(request: Request, placed: Layout, shorter: bool, below_ms: float = inf) -> Choice:
-    """Megatron's own schedule with its layers placed so, played for a few microbatches or for all.
+def stock_choice(request: Request, layout: Layout) -> Choice:
+    """Megatron's own schedule with this layout, not yet played: its memory and a bound on its time.
 
-    What cannot take less than ``below_ms`` is not played, and has a problem.
+    The bound is ``iteration_ms``; it is ``inf`` if the choice does not fit.
     """
     model, job, baseline = request.model, request.job, method_named(BASELINE)
-    rounds = -(-request.trial_microbatches // job.p) * job.p  # whole rounds of the interleaved schedule
-    m = min(job.m, rounds) if shorter else job.m
-    placement, order = Placement(job.p, placed.chunks, "standard"), (job.p, m, placed.chunks, placed.overlaps)
-    held = map(Held, _peaks(*order, tuple(held_by_stages(model, job, placed.layers))))
-    stages = stage_memory(model, job, baseline, placement, placed.layers, [*held], Bytes())
-    choice = Choice(request, STOCK, placed.name, placed.layers, inf, stages=tuple(stages), flags=placed.flags)
-    if shorter and not choice.fits:
+    placement = Placement(job.p, layout.chunks, "standard")
+    order = job.p, _quick_microbatches(request), layout.chunks, layout.overlaps
+    held = map(Held, _peaks(*order, tuple(held_by_stages(model, job, layout.layers))))
+    stages = tuple(stage_memory(model, job, baseline, placement, layout.layers, [*held], Bytes()))
+    parameters = parameters_of(model, job, baseline, placement, layout.layers)
+    after = longest_after_ms(job, request.hardware, parameters, request.costs())
+    choice = Choice(request, STOCK, layout.name, layout.layers, inf, inf, stages=stages, flags=layout.flags)
+    choice = replace(choice, after_ms=after)
+    if not choice.fits:
         return choice
-    costs = costs_of(request, placed.layers)
-    times = PassTimes.of(costs, Schedule(baseline, placement, m), splits_w=False)
-    parameters = parameters_of(model, job, baseline, placement, placed.layers)
-    after = longest_after_ms(job, request.hardware, parameters, costs)
-    ends_ms = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
-
-    def priced(length_ms: float, work_ms: float) -> tuple[list[float], Use]:
-        use = Use(work_ms / job.p / length_ms)
-        share = 1.0 - job.m * ends_ms / work_ms
-        return [ms + after for ms in priced_ms(request, length_ms, share, use)], use
-
-    further = _further_stock_ms(placement, times, pairs=placed.overlaps)
+    times = _stock_times(choice)
+    further = _further_stock_ms(placement, times, pairs=layout.overlaps)
     ways_ms = _ways_ms(placement, times)
     least_ms = max(way_ms + job.m * ms for way_ms, ms in zip(ways_ms, further, strict=True))
-    (least_ms, *_), _ = priced(least_ms, job.m * sum(further))
-    if least_ms >= below_ms:
-        return replace(choice, problem=f"takes at least {least_ms:.0f} ms")
-    schedule = stock_schedule(*order)
+    (least_ms, *_), _ = _stock_lengths_ms(choice, least_ms, job.m * sum(further))
+    return replace(choice, iteration_ms=least_ms)
+
+
+def play_stock(choice: Choice, *, quick: bool = False, below_ms: float = inf) -> Choice:
+    """A choice of Megatron's own schedules, played for all microbatches, or for a few if ``quick``.
+
+    If its bound, ``iteration_ms``, is ``below_ms`` or more, it is not played, and has a problem.
+    """
+    if below_ms <= choice.iteration_ms < inf:
+        return replace(choice, problem=f"takes at least {choice.iteration_ms:.0f} ms")
+    request, job, times = choice.request, choice.request.job, _stock_times(choice)
+    m = _quick_microbatches(request) if quick else job.m
+    chunks = len(choice.layers) // job.p
+    schedule = stock_schedule(job.p, m, chunks, choice.pairs)
+    further = _further_stock_ms(schedule.placement, times, pairs=choice.pairs)
     length_ms = max(run_passes(schedule, times).ends) + (job.m - m) * max(further)
     work_ms = sum(map(times.of_instruction, chain.from_iterable(schedule.rows))) + (job.m - m) * sum(further)
-    lengths_ms, use = priced(length_ms, work_ms)
+    lengths_ms, use = _stock_lengths_ms(choice, length_ms, work_ms)
     return replace(
         choice,
         iteration_ms=lengths_ms[0],
         other_ms=lengths_ms[-1],
         idle=1.0 - use.busy,
-        is_full=not shorter,
-        exact=not shorter,
-        after_ms=after,
+        is_full=not quick,
+        exact=not quick,
         use=use,
     )
+
+
+def _quick_microbatches(request: Request) -> int:
+    """The microbatches of a quick play in whole rounds, as the interleaved schedule runs them."""
+    p = request.job.p
+    return min(request.job.m, -(-request.trial_microbatches // p) * p)
+
+
+def _stock_times(choice: Choice) -> PassTimes:
+    """The times of Megatron's own passes, whose B has the weight gradient."""
+    job = choice.request.job
+    placement = Placement(job.p, len(choice.layers) // job.p, "standard")
+    frame = Schedule(method_named(BASELINE), placement, job.m)
+    return PassTimes.of(costs_of(choice.request, choice.layers), frame, splits_w=False)
+
+
+def _stock_lengths_ms(choice: Choice, length_ms: float, work_ms: float) -> tuple[list[float], Use]:
+    """By each reading, the iteration's ms if passes take ``work_ms`` on all ranks together; and the use."""
+    job, costs = choice.request.job, choice.request.costs()
+    ends_ms = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
+    use = Use(work_ms / job.p / length_ms)
+    share = 1.0 - job.m * ends_ms / work_ms
+    return [ms + choice.after_ms for ms in priced_ms(choice.request, length_ms, share, use)], use
 
 
 @cache
