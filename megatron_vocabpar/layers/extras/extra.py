@@ -192,9 +192,7 @@ def join(gathered: Tensor, extras: Sequence[Extra] = (), out: Softmax | None = N
     Raises:
         ValueError: as ``merge_stats``.
     """
-    if gathered.dtype == torch.int64:
-        return merge_stats(gathered, out=out)
-    sent = [extra for extra in extras if extra.columns]
+    sent = [] if gathered.dtype == torch.int64 else [extra for extra in extras if extra.columns]
     if not sent:
         return merge_stats(gathered, out=out)
     widths = [extra.columns for extra in sent]
