@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -92,10 +92,10 @@ def row_chunks(
     return [slice(start, min(start + rows_per_chunk, rows)) for start in range(0, rows, rows_per_chunk)]
 
 
-@cache
+@lru_cache(maxsize=4096)  # ignored tokens give almost every microbatch a number of rows of its own
 def product_chunks(
     device: torch.device, rows: int, columns: int, inner: int, rows_per_chunk: int | None = None
-) -> list[slice]:
+) -> tuple[slice, ...]:
     """Cut the rows of a product [rows, inner] x [inner, columns], whose parts a row kernel reads.
 
     With None a GPU's chunks are chosen by waves (``waves.py``), and the CPU's fill 8 MiB of fp32.
@@ -105,7 +105,7 @@ def product_chunks(
     """
     if rows_per_chunk is None and device.type != "cpu":
         rows_per_chunk = waves.rows_per_chunk(rows, columns, inner, waves.machine_of(device))
-    return row_chunks(rows, columns, rows_per_chunk, transient_bytes=transient_bytes(device))
+    return tuple(row_chunks(rows, columns, rows_per_chunk, transient_bytes=transient_bytes(device)))
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

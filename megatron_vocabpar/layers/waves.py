@@ -77,7 +77,6 @@ def chunk_seconds(rows: int, columns: int, k: int, machine: Machine = H200) -> f
     return product_seconds(rows, columns, k, machine) + max(moved, computed) + 2 * _LAUNCH
 
 
-@cache
 def rows_per_chunk(rows: int, columns: int, k: int, machine: Machine = H200) -> int:
     """The rows of a product [rows, k] x [k, columns] whose fp32 result exists at one time.
 

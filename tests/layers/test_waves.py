@@ -150,7 +150,7 @@ def test_chunks_cover_the_tokens_within_their_memory(n: int, ids: int) -> None:
 
 
 def test_no_tokens_have_no_chunks() -> None:
-    assert product_chunks(torch.device("meta"), 0, 100, 64) == []
+    assert product_chunks(torch.device("meta"), 0, 100, 64) == ()
 
 
 if __name__ == "__main__":
