@@ -295,10 +295,11 @@ class ForwardBackward:
         with weight_gradients_of(chunks, layers, splits_w=splits_w, planned=planned) as weight_gradients:
             rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
-            handlers, finish = handlers_of(iteration, model_with_shards, weight_gradients)
-            if model_with_shards is not None and not (call.forward_only or self._rehearsed):
-                OutputChain(iteration, model_with_shards).rehearse()
+            chain = None if model_with_shards is None else OutputChain(iteration, model_with_shards)
+            if chain is not None and not (call.forward_only or self._rehearsed):
+                chain.rehearse()
                 self._rehearsed = True
+            handlers, finish = handlers_of(iteration, chain, weight_gradients)
             # Graphs of layers hide the layers: communication is launched before the pass.
             late = NONE_LATE if Facts(settings=call.config).captures_layers else plan.late
             program = plan.program[rank.pipeline_rank]

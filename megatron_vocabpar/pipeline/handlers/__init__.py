@@ -20,7 +20,6 @@ from megatron_vocabpar.pipeline.handlers.planned_stages import PlannedStages
 from megatron_vocabpar.pipeline.handlers.stages import Stages
 from megatron_vocabpar.pipeline.handlers.transfers import Transfers
 from megatron_vocabpar.pipeline.iteration import Iteration
-from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
 from megatron_vocabpar.pipeline.output.distant_loss import DistantLoss
@@ -92,23 +91,23 @@ def output_table(chain: OutputChain, hidden: HiddenStates, losses: Losses) -> Ta
 
 def handlers_of(
     iteration: Iteration,
-    model: PartitionedModel | None,
+    chain: OutputChain | None,
     weight_gradients: Sequence[WeightGradients] = (),
 ) -> tuple[Handlers, Callable[[], None]]:
     """The table for one forward-backward call, and what to call when its instructions have run.
 
     Args:
         iteration: the state of the call.
-        model: the chunk that holds the vocabulary shards, unwrapped; None for baseline and redis.
+        chain: the partitioned output layer of the call; None for baseline and redis.
         weight_gradients: one for each chunk if the schedule splits W from B.
     """
-    if model is None and not iteration.rank.method.chain:
+    if chain is None and not iteration.rank.method.chain:
         return stage_table(_stages(iteration)(iteration, weight_gradients)), iteration.finish
-    if model is None:
+    if chain is None:
         loss = DistantLoss(iteration)
         stages = _stages(iteration)(iteration, weight_gradients, output_gradient=loss.of_losses)
         return stage_table(stages) | distant_table(loss), partial(_finish, loss, iteration)
-    inputs, chain = InputLayer(iteration, model), OutputChain(iteration, model)
+    inputs = InputLayer(iteration, chain.model)
     hidden, losses = HiddenStates(chain), Losses(chain)
     stages = _stages(iteration)(iteration, weight_gradients, inputs.embedded_rows, hidden.gradient)
     table = stage_table(stages) | input_table(inputs)
