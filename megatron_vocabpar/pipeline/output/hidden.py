@@ -29,35 +29,30 @@ class HiddenStates(LayerHandlers):
         Example: t = 2, six rows, of which 0, 1 and 4 count. Rank 0 sends rows 0 and 1, rank 1 sends row 4,
         and everybody receives pieces of 2 rows and 1 row of one tensor.
         """
-        rank, groups, i, part, members = (
-            self.rank,
-            self.groups,
-            instruction.microbatch,
-            self._part,
-            self._members,
-        )
-        microbatch = self.microbatches[i]
-        shape = (microbatch.tokens, self.call.config.hidden_size)
-        hidden: torch.Tensor | None = None
-        if rank.is_last:
-            hidden = self.buffers.take(Pass(PassType.F, rank.placement.last_stage, i), HIDDEN)
+        microbatch, members = self.microbatches[instruction.microbatch], self._members
+        source: torch.Tensor | None = None
+        if self.rank.is_last:
+            last_forward = Pass(PassType.F, self.rank.placement.last_stage, instruction.microbatch)
+            hidden = self.buffers.take(last_forward, HIDDEN)
+            source = hidden if self.groups.member in members else None
 
-        counted = microbatch.counted_in(part)
-        source = hidden if groups.member in members else None
-        sends_all = source is not None and len(members) == 1 and counted is None
-        rows = source if sends_all else torch.empty(shape, dtype=self._dtype, device=rank.device)
-        assert rows is not None
+        counted = microbatch.counted_in(self._part)
+        if source is not None and len(members) == 1 and counted is None:
+            rows, source = source, None  # it sends them as they are, and copies none
+        else:
+            shape = microbatch.tokens, self.call.config.hidden_size
+            rows = torch.empty(shape, dtype=self._dtype, device=self.rank.device)
 
         def run() -> torch.Tensor:
             pieces = rows.split(microbatch.counts) if len(members) > 1 else [rows]
             if source is not None and counted is not None:
-                torch.index_select(source, 0, counted, out=pieces[part])
-            elif source is not None and not sends_all:
-                pieces[part].copy_(source)
-            broadcast(groups, pieces, members)
+                torch.index_select(source, 0, counted, out=pieces[self._part])
+            elif source is not None:
+                pieces[self._part].copy_(source)
+            broadcast(self.groups, pieces, members)
             return rows
 
-        self.buffers.put(instruction, ARRIVAL, rank.side_stream.submit(run))
+        self.buffers.put(instruction, ARRIVAL, self.rank.side_stream.submit(run))
 
     def of(self, instruction: Pass) -> torch.Tensor:
         """The hidden states ``[n, H]`` that C0 brought for a pass."""
