@@ -1,7 +1,8 @@
 """``Option``: how a field of a record is an option of a command line.
 
 Megatron's flags and the table of flags in ``docs/megatron.md`` are made from ``VocabOptions`` and
-``FlagConfig``, the options of ``vocabpar train`` from ``TrainConfig``. Standard library only.
+``FlagConfig``, the options of ``vocabpar train`` from ``TrainConfig``, those of ``plan`` and ``layout`` from
+``JobOptions``. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Option:
         choices: its values, if it takes only some; those of a field that is a tuple, if it takes several.
         metavar: the name of its value in ``--help``.
         unset: its value in parsed arguments if the flag is not given.
+        alone: its value if the flag is given without a value, where that is allowed.
         least: its smallest value.
         above: what its value must be larger than.
         most: its largest value.
@@ -39,6 +41,7 @@ class Option:
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     unset: str | None = None
+    alone: str | None = None
     least: float | None = None
     above: float | None = None
     most: float | None = None

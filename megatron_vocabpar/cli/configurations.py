@@ -46,6 +46,7 @@ def plan_gpus(
     limit_gib: float,
     options: Mapping[str, Any],
     notes: Sequence[str],
+    output_format: str,
 ) -> bool:
     """Print the best configurations, with ``notes`` on what was given; whether anything fits."""
     unusable = [name for name in ("dp", "microbatches", "costs_file") if options.get(name)]
@@ -57,7 +58,7 @@ def plan_gpus(
     with _bar() as progress:
         found = best_configurations(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
     answer = answer_for_gpus(question, found, notes)
-    if options["output_format"] == "json":
+    if output_format == "json":
         click.echo(answer_json(answer))
     else:
         print_answer(answer, console(_COLUMNS))

@@ -1,4 +1,4 @@
-"""What verbs share: ``--format``, names that a shell completes, files, lines about progress."""
+"""What verbs share: options of a record, ``--format``, names that a shell completes, files, progress."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
+from megatron_vocabpar.option import Option, options_of, value_types, wrong_values
 from megatron_vocabpar.schedule.data.schema import read_object, text_of
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_from_json
@@ -34,6 +36,43 @@ def completing(names: Iterable[str]) -> Callable[..., list[str]]:
         return [before + name for name in names if name.lower().startswith(begun.lower())]
 
     return complete
+
+
+def click_option(record: type, name: str, off: str = "") -> click.Option:
+    """The option of a record's field; a tuple of names is one text, with commas between the names.
+
+    Args:
+        off: the flag that unsets a switch, if there is one.
+    """
+    each, kind, default = options_of(record)[name], value_types(record)[name], getattr(record, name)
+    flag = flag_of(name, each)
+    choices = f"[{'|'.join(each.choices)}]" if each.choices else None
+    return click.Option(
+        [f"{flag}/{off}" if off else flag, name],
+        type=kind,
+        **({"is_flag": False, "flag_value": each.alone} if each.alone else {"is_flag": kind is bool}),
+        default=None if default == () else default,
+        metavar=each.metavar or choices,
+        shell_complete=completing(each.choices),
+        help=each.help,
+    )
+
+
+def click_options(record: type) -> list[click.Parameter]:
+    """The options of all fields of a record, in their order."""
+    return [click_option(record, name) for name in options_of(record)]
+
+
+def check_options(record: Any) -> None:
+    """Refuse the first value beyond an option's limits, by ValueError with a remedy."""
+    options = options_of(record)
+    for wrong in wrong_values(record, lambda name, value: f"{flag_of(name, options[name])} {value}"):
+        raise ValueError(f"{wrong.asked}: {wrong.against}")
+
+
+def flag_of(name: str, each: Option) -> str:
+    """The flag of a record's field, such as ``--micro-batch-size``."""
+    return each.flag or f"--{name.replace('_', '-')}"
 
 
 @contextmanager

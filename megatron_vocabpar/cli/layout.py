@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.plan import NOTHING_FITS, check, given_of, hardware_of, model_of, of_a_job
+from megatron_vocabpar.cli.files import click_options
+from megatron_vocabpar.cli.job_options import LayoutOptions, checked_options
+from megatron_vocabpar.cli.plan import MEGATRON_ARGUMENTS, NOTHING_FITS, given_of, hardware_of, model_of
 from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
@@ -28,20 +30,17 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
-@click.command("layout")
-@of_a_job
-@click.option(
-    "--chunks", type=int, help="Model chunks on each rank; by default the fastest number that fits."
-)
-@click.option("--check", "given_layout", metavar="LAYOUT", help="Say how far this layout is from the best.")
+@click.command("layout", params=click_options(LayoutOptions))
+@MEGATRON_ARGUMENTS
 @click.pass_context
-def layout_command(ctx: click.Context, chunks: int | None, given_layout: str | None, **options: Any) -> None:
+def layout_command(ctx: click.Context, arguments: tuple[str, ...], **options: Any) -> None:
     """The flag that places the layers of Megatron's own 1F1B or interleaved schedule.
 
     Layers, embedding, output layer and heads are balanced by time, within the memory. All is estimated.
     """
-    check(options)
-    given = given_of(options["script"], options["arguments"])
+    options = checked_options(LayoutOptions, options)
+    chunks, given_layout = options["chunks"], options["given_layout"]
+    given = given_of(options["script"], arguments)
     model, gpu = model_of(options, given), hardware_of(options)
     job = job_from_arguments(given, options)
     for problem in refused(model, job):

@@ -5,19 +5,18 @@ Exit code 0: something fits; 1: nothing does, and what would is said; 2: bad inp
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, completing
+from megatron_vocabpar.cli.files import FORMAT, click_options
+from megatron_vocabpar.cli.job_options import PlanOptions, checked_options
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given, read_script, read_words
-from megatron_vocabpar.plan.hardware import Hardware, hardware_named, hardware_presets
-from megatron_vocabpar.plan.job import RECOMPUTE
+from megatron_vocabpar.plan.hardware import Hardware, hardware_named
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.price import Price, read_measured, readings
 from megatron_vocabpar.plan.read_arguments import (
@@ -26,87 +25,31 @@ from megatron_vocabpar.plan.read_arguments import (
     other_gpus,
     overruled,
 )
-from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
+from megatron_vocabpar.plan.read_config import load_config, model_preset
 from megatron_vocabpar.plan.tables import answer_for_job, answer_json, print_answer
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import console
 
+MEGATRON_ARGUMENTS = click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]"
+)
 NOTHING_FITS = 1  # the exit code
 _WORKERS = 4
 _COLUMNS = 100
 
 
-_OF_A_JOB = (
-    click.option(
-        "--preset",
-        help=f"A model: {', '.join(model_presets())}.",
-        shell_complete=completing(model_presets()),
-    ),
-    click.option("--config", "config_file", metavar="FILE", help="A Hugging Face config.json."),
-    click.option("--script", metavar="FILE", help="A launch script: Megatron's arguments in its text."),
-    click.option(
-        "--hardware",
-        default="H100",
-        help=f"One of {', '.join(hardware_presets())}.",
-        shell_complete=completing(hardware_presets()),
-    ),
-    click.option("--tflops", type=float, help="10^12 operations a second of dense products in 16 bits."),
-    click.option("--link-gb-s", type=float, help="GB/s of a GPU's link within a node, one direction."),
-    click.option("--network-gb-s", type=float, help="GB/s of a GPU's share of the network, one direction."),
-    click.option("--gpus-per-node", type=int, help="GPUs that the link connects."),
-    click.option("--pp", type=int, help="Pipeline size; by default the arguments', or 8."),
-    click.option("--tp", type=int, help="Tensor parallel size; by default the arguments', or 1."),
-    click.option(
-        "--dp", type=int, help="Data parallel size; by default what the script's processes leave, or 1."
-    ),
-    click.option("--cp", type=int, help="Context parallel size; by default the arguments', or 1."),
-    click.option("--ep", type=int, help="Expert parallel size; by default the arguments', or 1."),
-    click.option("--microbatches", type=int, help="Of an iteration and replica; by default 128."),
-    click.option("--micro-batch-size", type=int, help="Sequences of a microbatch."),
-    click.option("--global-batch-size", type=int, help="Sequences of an iteration."),
-    click.option("--seq-length", type=int, help="Tokens of a sequence."),
-    click.option(
-        "--mtp-depths",
-        type=click.IntRange(0),
-        help="Heads of multi-token prediction, whatever the model has.",
-    ),
-    click.option("--memory-gib", type=float, help="What a GPU may hold; by default all that it has."),
-    click.option("--distributed-optimizer", is_flag=True, help="Divide optimizer states over the replicas."),
-    click.option("--offload", is_flag=True, help="Keep optimizer states on the host."),
-    click.option("--fp8", is_flag=True, help="Products of layers in 8 bits."),
-    click.option(
-        "--recompute",
-        type=click.Choice(RECOMPUTE),
-        is_flag=False,
-        flag_value="full",
-        help="Recomputation of activations; full where nothing follows.",
-    ),
-    click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]"),
-)
-
-
-def of_a_job(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say the model, the GPUs and how the model is spread over them."""
-    for add in reversed(_OF_A_JOB):
-        command = add(command)
-    return command
-
-
-@click.command("plan")
-@of_a_job
-@click.option("--costs", "costs_file", metavar="FILE", help="Measured times of passes.")
-@click.option("--gpus", type=int, help="Search how to spread the model over so many; sizes given stay.")
-@click.option("--sources", is_flag=True, help="Also say where each number about the GPU is from.")
+@click.command("plan", params=click_options(PlanOptions))
 @FORMAT
+@MEGATRON_ARGUMENTS
 @click.pass_context
-def plan_command(ctx: click.Context, **options: Any) -> None:
+def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Which method in which family: time, MFU, memory of each stage, flags, and why.
 
     The model is a preset, a config.json, a launch script, or Megatron's arguments after --. The plan
     lists what it does not use of them.
     """
-    check(options)
-    given = given_of(options["script"], options["arguments"])
+    options = checked_options(PlanOptions, options)
+    given = given_of(options["script"], arguments)
     notes = overruled(given, options)
     model = model_of(options, given)
     gpu = hardware_of(options)
@@ -114,18 +57,18 @@ def plan_command(ctx: click.Context, **options: Any) -> None:
     if options["sources"]:
         from megatron_vocabpar.plan.advice import sources
 
-        click.echo("\n".join(sources(gpu)), err=options["output_format"] == "json")
+        click.echo("\n".join(sources(gpu)), err=output_format == "json")
     if options["gpus"] is not None:
         from megatron_vocabpar.cli.configurations import plan_gpus
 
-        found = plan_gpus(model, given, gpu, limit, options, notes)
+        found = plan_gpus(model, given, gpu, limit, options, notes, output_format)
         ctx.exit(0 if found else NOTHING_FITS)
     job = job_from_arguments(given, options)
     costs, prices = _measured(options["costs_file"])
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     request = Request(model, job, gpu, limit, costs, prices)
     answer = answer_for_job(request, notes, workers=min(_WORKERS, os.cpu_count() or 1))
-    if options["output_format"] == "json":
+    if output_format == "json":
         click.echo(answer_json(answer))
     else:
         print_answer(answer, console(_COLUMNS))
@@ -139,16 +82,6 @@ def _measured(file: str | None) -> tuple[PassCosts | None, Mapping[str, Price]]:
         return None, readings()
     price, costs = read_measured(file)
     return costs, {"measured": price} if price else readings()
-
-
-def check(options: dict[str, Any]) -> None:
-    limit = options["memory_gib"]
-    if limit is not None and not 0 < limit < math.inf:
-        raise ValueError(f"--memory-gib {limit}: give more than 0")
-    for name, value in options.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and name not in ("memory_gib", "mtp_depths") and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give at least 1")
 
 
 def given_of(script: str | None, words: tuple[str, ...]) -> Given:

@@ -13,15 +13,14 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import completing, is_quiet
+from megatron_vocabpar.cli.files import click_option, is_quiet
 from megatron_vocabpar.cli.main import RunFailed
-from megatron_vocabpar.option import Option, options_of, value_types
+from megatron_vocabpar.option import options_of, value_types
 from megatron_vocabpar.train.check import require_modules
-from megatron_vocabpar.train.config import TrainConfig, flag, off_flag
+from megatron_vocabpar.train.config import TrainConfig, off_flag
 from megatron_vocabpar.train.output import resumed
 
 _PATHS = ("text", "tokenizer", "costs")
-_TYPES = value_types(TrainConfig)
 
 
 class _SectionedCommand(click.Command):
@@ -37,20 +36,6 @@ class _SectionedCommand(click.Command):
         for section, rows in sections.items():
             with formatter.section(section):
                 formatter.write_dl(rows)
-
-
-def _option(name: str, each: Option) -> click.Option:
-    """The option of one field; a tuple of names is one text, with commas between the names."""
-    kind, default = _TYPES[name], getattr(TrainConfig, name)
-    choices = f"[{'|'.join(each.choices)}]" if each.choices else None
-    return click.Option(
-        [f"{flag(name)}/{off_flag(name)}" if kind is bool else flag(name), name],
-        type=kind,
-        default=None if default == () else default,
-        metavar=each.metavar or choices,
-        shell_complete=completing(each.choices),
-        help=each.help,
-    )
 
 
 def config_from_options(options: dict[str, Any], named: Collection[str]) -> TrainConfig:
@@ -86,6 +71,10 @@ def _train(context: click.Context, **options: Any) -> None:
 train_command = _SectionedCommand(
     "train",
     callback=_train,
-    params=[_option(name, each) for name, each in options_of(TrainConfig).items()],
+    params=[
+        click_option(TrainConfig, name, off_flag(name) if kind is bool else "")
+        for name, kind in value_types(TrainConfig).items()
+        if name in options_of(TrainConfig)
+    ],
     help=_train.__doc__,
 )

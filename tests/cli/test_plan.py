@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from megatron_vocabpar.cli import plan
 from megatron_vocabpar.cli.main import main
 
 SMALL = (
@@ -98,3 +99,30 @@ def test_costs_of_one_method_are_enough(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 0, result.output
     assert "no times for 'vocab-1'" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan --pp 0", "vocabpar plan: error: --pp 0: give 1 or more"),
+        ("plan --mtp-depths -1", "vocabpar plan: error: --mtp-depths -1: give 0 or more"),
+        ("plan --tflops 0", "vocabpar plan: error: --tflops 0.0: give more than 0"),
+        ("plan --hardware h101", "vocabpar plan: error: --hardware H101: choose one of A100, H100"),
+        (
+            "plan --recompute all",
+            "vocabpar plan: error: --recompute all: choose one of none, selective, full",
+        ),
+        ("layout --chunks 0", "vocabpar layout: error: --chunks 0: give 1 or more"),
+    ],
+)
+def test_a_value_beyond_the_limits_of_its_option_is_one_line(words: str, says: str) -> None:
+    done = run(*words.split(), "--preset", "llama-3.2-3b")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(says)
+    assert done.stderr.count("\n") == 1
+
+
+def test_recomputation_is_full_where_nothing_follows() -> None:
+    command = plan.plan_command
+    for words, value in ((["--recompute"], "full"), (["--recompute", "none"], "none"), ([], None)):
+        assert command.make_context("plan", words).params["recompute"] == value

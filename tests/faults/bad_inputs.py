@@ -142,7 +142,7 @@ ARGUMENTS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-lengt
 
 def plan() -> Iterator[BadInput]:
     for flags, says in {
-        "": "give one model", "--preset x": "unknown model preset 'x'; choose one of .*gemma-2-9b", "--preset gemma-2-9b --hardware V100": "choose one of A100, H100, H200, H800",
+        "": "give one model", "--preset x": "--preset x: choose one of gemma-2-9b", "--preset gemma-2-9b --hardware V100": "choose one of A100, H100, H200, H800",
         "--preset gemma-2-9b --pp 0": "pp|pipeline", "--preset gemma-2-9b --tp 0": "tp|tensor", "--preset gemma-2-9b --dp 0": "dp|data",
         "--preset gemma-2-9b --ep 3": "expert parallel size 3 does not divide d x t x c = 1 x 1 x 1 = 1; choose 1", "--preset gemma-2-9b --microbatches 0": "microbatch",
         "--preset gemma-2-9b --micro-batch-size 0": "micro", "--preset gemma-2-9b --seq-length 0": "--seq-length 0",

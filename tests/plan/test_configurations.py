@@ -223,7 +223,7 @@ def test_every_number_has_a_source() -> None:
     ("flags", "says"),
     [
         ("--dp 2", "--dp cannot be combined with --gpus"),
-        ("--gpus 0", "--gpus 0: give at least 1"),
+        ("--gpus 0", "--gpus 0: give 1 or more"),
     ],
 )
 def test_what_a_search_does_not_take_is_refused(flags: str, says: str) -> None:
