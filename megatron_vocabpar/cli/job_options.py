@@ -24,6 +24,9 @@ class JobOptions:
     preset: str | None = option(None, f"A model: {', '.join(_MODELS)}.", choices=_MODELS, metavar="NAME")
     config_file: str | None = option(None, "A Hugging Face config.json.", flag="--config", metavar="FILE")
     script: str | None = option(None, "A launch script: Megatron's arguments in its text.", metavar="FILE")
+    run: bool = option(
+        False, "Run the script: what starts a training only records its arguments, all else is run."
+    )
     hardware: str = option("H100", f"One of {', '.join(_GPUS)}, in any case.", choices=_GPUS, metavar="NAME")
     tflops: float | None = option(None, "10^12 operations a second of dense products in 16 bits.", above=0)
     link_gb_s: float | None = option(None, "GB/s of a GPU's link within a node, one direction.", above=0)

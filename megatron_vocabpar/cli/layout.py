@@ -40,7 +40,7 @@ def layout_command(ctx: click.Context, arguments: tuple[str, ...], **options: An
     """
     options = checked_options(LayoutOptions, options)
     chunks, given_layout = options["chunks"], options["given_layout"]
-    given = given_of(options["script"], arguments)
+    given = given_of(options, arguments)
     model, gpu = model_of(options, given), hardware_of(options)
     job = job_from_arguments(given, options)
     for problem in refused(model, job):

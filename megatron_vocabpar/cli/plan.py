@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, click_options
+from megatron_vocabpar.cli.files import FORMAT, click_options, tell
 from megatron_vocabpar.cli.job_options import PlanOptions, checked_options
 from megatron_vocabpar.plan.choice import Request
-from megatron_vocabpar.plan.given import Given, read_script, read_words
+from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.price import Price, read_measured, readings
@@ -26,6 +26,7 @@ from megatron_vocabpar.plan.read_arguments import (
     overruled,
 )
 from megatron_vocabpar.plan.read_config import load_config, model_preset
+from megatron_vocabpar.plan.read_script import read_script, run_script, starters
 from megatron_vocabpar.plan.tables import answer_for_job, answer_json, print_answer
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import console
@@ -49,7 +50,7 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
     lists what it does not use of them.
     """
     options = checked_options(PlanOptions, options)
-    given = given_of(options["script"], arguments)
+    given = given_of(options, arguments)
     notes = overruled(given, options)
     model = model_of(options, given)
     gpu = hardware_of(options)
@@ -84,35 +85,43 @@ def _measured(file: str | None) -> tuple[PassCosts | None, Mapping[str, Price]]:
     return costs, {"measured": price} if price else readings()
 
 
-def given_of(script: str | None, words: tuple[str, ...]) -> Given:
+def given_of(options: Mapping[str, Any], words: tuple[str, ...]) -> Given:
     """Megatron's arguments, those after ``--`` before the script's."""
     if words and not words[0].startswith("--"):
         raise click.UsageError(
             f"unexpected {words[0]!r}: a model is --preset, --config or --script; Megatron's arguments "
             "stand after --"
         )
-    given = read_words(words)
+    script, given = options["script"], read_words(words)
     if script is None:
+        if options["run"]:
+            raise click.UsageError("--run needs a --script FILE")
         return Given(given, "your arguments")
-    return Given(read_script(script) | given, script)
+    if not options["run"]:
+        return Given(read_script(script) | given, script)
+    tell(f"Running {script}: {starters()} only record their arguments; other commands are run.")
+    return Given(run_script(script) | given, script)
 
 
 def model_of(options: dict[str, Any], given: Given) -> Model:
+    """The model of a preset or a configuration, whose job may be a script's; else of Megatron's arguments."""
     preset, config, seq_length = options["preset"], options["config_file"], options["seq_length"]
-    of_arguments = options["script"] is not None or _layers_in(given) or not (preset or config)
-    if bool(preset) + bool(config) + (of_arguments and bool(given.values)) != 1:
+    named = [flag for flag, value in (("--preset", preset), ("--config", config)) if value]
+    if _layers_in(given):
+        named.append(given.source)
+    if len(named) != 1:
         raise click.UsageError(
-            "give one model: --preset, --config, --script, or Megatron's arguments after --"
+            f"{' and '.join(named) or 'nothing'} given for the model; give one of --preset, --config, "
+            "--script, or Megatron's arguments after --"
         )
-    if preset:
-        model = model_preset(preset)
-        model = model if seq_length is None else replace(model, seq_length=seq_length)
-    elif config:
-        model = load_config(config, seq_length)
-    else:
-        length = {} if seq_length is None else {"seq-length": str(seq_length)}
-        given.values.update(length)
+    if not (preset or config):
+        given.values.update({} if seq_length is None else {"seq-length": str(seq_length)})
         model = model_from_arguments(given)
+    else:
+        if seq_length is None and "seq-length" in given:
+            seq_length = given.number("seq-length")
+        model = load_config(config, seq_length) if config else model_preset(preset)
+        model = model if seq_length is None else replace(model, seq_length=seq_length)
     depths = options["mtp_depths"]
     return model if depths is None else replace(model, mtp_depths=depths)
 

@@ -1,22 +1,17 @@
 """Megatron's arguments as the user gives them, and which of them the planner has read.
 
 An argument that nothing reads has no effect on the plan, and the plan says so: ``Given.unread``.
-Next: ``read_arguments.py``.
+Next: ``read_script.py``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vocabpar.schedule.data.schema import text_of
-
 _MOST_DIGITS = 18
-_SETS = re.compile(r"^\s*(?:export\s+|local\s+)?(\w+)=[\"']?([^\s\"'()]+)[\"']?\s*(?:#.*)?$", re.MULTILINE)
-_DEFAULT = re.compile(r"\$\{\w+:-([^${}]*)\}")  # ``${GPUS:-8}``
-_QUOTED = re.compile(r"\((?!\(*\[)|\)(?!\)*\*)|[\"']")  # quotes, and brackets but those of ``([1]*3+[0])*2``
-_MOST_NESTED = 8  # variables inside the value of a variable
+OPEN = "$"
+"""What stands in the value of a flag that a script's text leaves open."""
 
 
 class Given:
@@ -44,14 +39,26 @@ class Given:
         return name in self.values
 
     def text(self, name: str, default: str = "") -> str:
-        """A flag's value; the default if it is not given."""
-        return self.values[name] if name in self else default
+        """A flag's value; the default if it is not given.
+
+        Raises:
+            ValueError: if a script's text leaves the value open.
+        """
+        if name not in self:
+            return default
+        value = self.values[name]
+        if OPEN in value or "`" in value:
+            raise ValueError(
+                f"{self.source}: --{name} is {value}, which the text does not say; add --run, which runs the "
+                "script up to its training, or give the flag after --"
+            )
+        return value
 
     def number(self, name: str, default: int | None = None) -> int:
         """A flag's whole number; the default if it is not given."""
         if name not in self and default is not None:
             return default
-        text = self.values.get(name, "")
+        text = self.text(name)
         if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or int(text) < 1:
             raise ValueError(f"{self.source}: --{name} is {text[:40]!r}; give a whole number of at least 1")
         return int(text)
@@ -82,17 +89,3 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
                 value if equals else "" if following.startswith("--") else following
             )
     return flags
-
-
-def read_script(path: str) -> dict[str, str]:
-    """The flags in a launch script's text, with those of ``#SBATCH`` lines; nothing is run.
-
-    The values of variables that the script sets are filled in, and the default of ``${GPUS:-8}``.
-    """
-    lines = [re.sub(r"^\s*#SBATCH\s", " ", line) for line in text_of(path, path).splitlines()]
-    text = "\n".join(line for line in lines if not line.lstrip().startswith("#")).replace("\\\n", " ")
-    text = _DEFAULT.sub(r"\1", text)
-    values = dict(_SETS.findall(text))
-    for _ in range(_MOST_NESTED):
-        text = re.sub(r"\$\{?(\w+)\}?", lambda match: values.get(match[1], match[0]), text)
-    return read_words(_QUOTED.sub(" ", text).split())

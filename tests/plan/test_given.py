@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.plan.given import Given, read_script, read_words
+from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.job import RECOMPUTE
 from megatron_vocabpar.plan.read_arguments import (
     job_from_arguments,
@@ -19,6 +19,7 @@ from megatron_vocabpar.plan.read_arguments import (
     other_gpus,
     overruled,
 )
+from megatron_vocabpar.plan.read_script import read_script
 
 MODEL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 32000 "
@@ -29,7 +30,7 @@ GPUS_PER_NODE=${{GPUS_PER_NODE:-8}}
 NNODES=8   # of the cluster
 MODEL="{MODEL}"
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py $MODEL \\
-    --pipeline-model-parallel-size 8 --global-batch-size 512 --micro-batch-size 1 $MORE --lr 1e-4
+    --pipeline-model-parallel-size 8 --global-batch-size 512 --micro-batch-size 1 --lr 1e-4
 """
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lab.paper.published import cells
-from megatron_vocabpar.plan.given import Given, read_script, read_words
+from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.read_arguments import model_from_arguments
 from megatron_vocabpar.plan.read_config import load_config, model_from_config, model_preset, model_presets
+from megatron_vocabpar.plan.read_script import read_script
 
 # Billions of parameters, as published; without multi-token prediction.
 # Sources: model cards; for Llama, Qwen and Mixtral the number of parameters that the card gives.
