@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import layout_notice
-from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, UNREAD
-from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.megatron_lm.rules.check import REVIEW_OF, UNREAD, check
 from megatron_vocabpar.pipeline.rules.rule import Table
 
 _SAME: Mapping[str, str] = MappingProxyType({})

@@ -23,8 +23,7 @@ from megatron_vocabpar.megatron_lm.flags import chain
 from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place, place_layers
 from megatron_vocabpar.megatron_lm.patch import Patch, installed, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
-from megatron_vocabpar.megatron_lm.rules.arguments import Declared, declared, not_run
-from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.megatron_lm.rules.check import Declared, check, declared, not_run
 from megatron_vocabpar.megatron_lm.rules.layouts import LINES
 from megatron_vocabpar.megatron_lm.saved_buckets import metadata_with_buckets, state_of_own_buckets
 from megatron_vocabpar.megatron_lm.scripts import check_script

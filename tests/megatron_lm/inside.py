@@ -26,7 +26,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import FLAGS, config_from_argv
 from megatron_vocabpar.megatron_lm.model_choice import decided
 from megatron_vocabpar.megatron_lm.patch import Patch, installed, live_signature
-from megatron_vocabpar.megatron_lm.rules.arguments import declared
+from megatron_vocabpar.megatron_lm.rules.check import declared
 
 if not hasattr(typing, "override"):
     typing.override = typing_extensions.override  # type: ignore[attr-defined]

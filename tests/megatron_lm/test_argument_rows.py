@@ -14,8 +14,15 @@ from megatron_vocabpar.megatron_lm import replacements
 from megatron_vocabpar.megatron_lm.bindings import VERSIONS
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.replacements import _check_first, _parse_with_our_flags
-from megatron_vocabpar.megatron_lm.rules import arguments
-from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, REVIEWS, declared
+from megatron_vocabpar.megatron_lm.rules.check import (
+    CANNOT_MATTER,
+    NOT_RUN,
+    REVIEW_OF,
+    REVIEWS,
+    RULED,
+    WORKS,
+    declared,
+)
 from tests.megatron_lm.training import version_of, words
 from tests.support.megatron_parser import PLAIN, inside
 from tests.support.recorded_arguments import recorded
@@ -131,7 +138,7 @@ def test_defaults_and_what_the_script_adds_pass(
 
 
 def test_what_was_not_run_has_a_reason() -> None:
-    known = {arguments.WORKS, arguments.RULED, arguments.NOT_RUN, arguments.CANNOT_MATTER}
+    known = {WORKS, RULED, NOT_RUN, CANNOT_MATTER}
     assert {row.verdict for row in REVIEWS} == known
-    assert all((len(row.reason) > 10) == (row.verdict == arguments.NOT_RUN) for row in REVIEWS)
+    assert all((len(row.reason) > 10) == (row.verdict == NOT_RUN) for row in REVIEWS)
     assert declared(argparse.ArgumentParser()) == {}

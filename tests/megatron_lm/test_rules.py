@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.rules.arguments import REVIEW_OF, RULED
-from megatron_vocabpar.megatron_lm.rules.check import TABLES, check, facts_of, said_of
+from megatron_vocabpar.megatron_lm.rules.check import REVIEW_OF, RULED, TABLES, check, facts_of, said_of
 from megatron_vocabpar.megatron_lm.rules.layouts import LINES
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
 from megatron_vocabpar.pipeline.rules.rule import said as shown

@@ -1,1 +1,4 @@
-"""Rules about launch lines: ``check.py`` asks them; ``flags.py`` has single flags, others combinations."""
+"""Rules about launch lines: ``check.py`` asks them, ``layouts.py`` has those on placed layers.
+
+All others are in ``flags.py``.
+"""
