@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain, islice
-from math import inf
+from math import fsum, inf
 from statistics import fmean
 
 from megatron_vocabpar.plan.choice import (
@@ -121,7 +121,7 @@ def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int)
     """
     each = _further_ms(problem, bool(schedule.pairs))
     length_ms = end_ms + further * max(each)
-    saved = sum(map(problem.times.saved, schedule.pairs))
+    saved = fsum(map(problem.times.saved, schedule.pairs))  # exact: the order of a set differs by run
     done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(each)
     return length_ms, 1.0 - done / schedule.p / length_ms
 
