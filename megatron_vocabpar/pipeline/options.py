@@ -34,7 +34,7 @@ class Metric:
 _GRADIENT = "-gradient"
 METRICS = {
     "entropy": Metric("entropy:Entropy", "its entropy in nats (entropy)", has_gradient=True),
-    "accuracy": Metric("rivals:Rivals", "whether no id is likelier than its target (correct)"),
+    "accuracy": Metric("target_rank:TargetRank", "whether no id is likelier than its target (correct)"),
 }
 _WORDS = tuple(
     word

@@ -3,7 +3,7 @@
     S      keep        a shard's columns, which travel with its statistics
     C1     join        all shards' columns as the number; ``after_join``, where that takes another exchange
     L      deliver     what the loss function gets
-    T, TW  gradient    what the number's slope adds to dY; ``add_*_gradient`` where that is no matter of E
+    T, TW  gradient    what the number's slope adds to dY; ``add_*_gradient`` where that does not depend on E
 
 Each has a file here, and nothing else knows which there are: S, C1, L and T ask all extras of a call. For
 example the entropy, whose dY has ``logs E ln E``, keeps the sums of E ln E, and its ``curve`` is ``E ln E``;
@@ -11,7 +11,7 @@ the products with W and x are ``output/plain.py``'s.
 
 An extra is of one microbatch, as the divergence holds what the teacher says of it; the others are the same
 object for all. Columns are made of the exponentials that S has stored, so logits are never read again.
-Next: ``entropy.py``; then ``mean.py``, ``rivals.py``, ``divergence.py``, ``top.py``.
+Next: ``entropy.py``; then ``mean.py``, ``target_rank.py``, ``divergence.py``, ``top.py``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Extra:
     def gradient(
         self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None
     ) -> Factors | None:
-        """The factors for a slope [n], of exponentials ``exp(Y - k ln 2 - rest)``; None: no matter of E."""
+        """The factors for a slope [n], of exponentials ``exp(Y - k ln 2 - rest)``; None: dY does not depend on E."""
         return None
 
     def curve(
@@ -139,10 +139,10 @@ class Extra:
         raise NotImplementedError
 
     def add_input_gradient_(self, grad: Tensor, slope: Tensor) -> None:
-        """Add to this shard's part of dX [n, H] what is no matter of E."""
+        """Add to this shard's part of dX [n, H] what does not depend on the stored exponentials."""
 
     def add_weight_gradient_(self, main_grad: Tensor, slope: Tensor, tokens: Tokens) -> None:
-        """Add to this shard's dW [P, H] what is no matter of E."""
+        """Add to this shard's dW [P, H] what does not depend on the stored exponentials."""
 
 
 class CurveSum(Extra):

@@ -18,7 +18,7 @@ from megatron_vocabpar.layers import extras as modules
 from megatron_vocabpar.layers.extras.divergence import check_teacher, comparison
 from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.layers.extras.mean import Mean
-from megatron_vocabpar.layers.extras.rivals import Rivals
+from megatron_vocabpar.layers.extras.target_rank import TargetRank
 from megatron_vocabpar.layers.extras.top import Top
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
@@ -178,8 +178,8 @@ def _extras_of(chain: OutputChain) -> tuple[Extra, ...]:
     found += chain.metrics
     logs = chain.training and heads.logs_acceptance(call.config) and options.keeps_exponentials
     ranks = PassType.R in chain.method.passes or (logs and PassType.S2 not in chain.method.passes)
-    if ranks and Rivals.name not in (extra.name for extra in found):
-        found.append(Rivals(weight.dtype))
+    if ranks and TargetRank.name not in (extra.name for extra in found):
+        found.append(TargetRank(weight.dtype))
     if chain.training and options.top_logprobs:
         found.append(Top(options.top_logprobs))
     return tuple(found)

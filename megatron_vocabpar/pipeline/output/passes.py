@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_vocabpar.layers.extras.rivals import likelier_ids
+from megatron_vocabpar.layers.extras.target_rank import ids_above_target
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.output.naive import naive_maximum, naive_sum
 from megatron_vocabpar.layers.output.shard_state import ShardState
@@ -53,7 +53,7 @@ class SoftmaxPasses(LayerHandlers):
             PassType.S: self.softmax,
             PassType.T: self.weight_backward if self.chain.early else self.input_backward,
             PassType.TW: self.weight_backward,
-            PassType.R: self.count_likelier,
+            PassType.R: self.count_above_target,
         }
 
     def softmax(self, instruction: Pass) -> None:
@@ -110,10 +110,10 @@ class SoftmaxPasses(LayerHandlers):
             grads = grads * self.microbatches.of_main_head(i)
         state.add_weight_gradient(softmax, self.chain.slopes(softmax, grads), main_grad(weight))
 
-    def count_likelier(self, instruction: Pass) -> None:
+    def count_above_target(self, instruction: Pass) -> None:
         """R: how many ids of this shard are likelier than each target."""
         joined, state = self.chain.joined_and_state(instruction.microbatch)
-        self.buffers.put(instruction, COUNTS, likelier_ids(state.stored, joined.softmax))
+        self.buffers.put(instruction, COUNTS, ids_above_target(state.stored, joined.softmax))
         if self.rank.has_loss:
             self.buffers.put(instruction, RANKED, joined)
         self.chain.spare.keep(state)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import join
-from megatron_vocabpar.layers.extras.rivals import Rivals, likelier_ids
+from megatron_vocabpar.layers.extras.target_rank import TargetRank, ids_above_target
 from megatron_vocabpar.layers.output.plain import OutputState, output_forward
 from megatron_vocabpar.layers.partition import even_ranges
 
@@ -25,15 +25,15 @@ LIMITS = {
 
 def ranks_and_wins(x: Tensor, w: Tensor, targets: Tensor, shards: int, vocab: int) -> tuple[Tensor, Tensor]:
     """[n] each; who wins must be those of rank 0."""
-    gathered, states, rivals = [], [], Rivals(x.dtype)
+    gathered, states, extra = [], [], TargetRank(x.dtype)
     for shard in even_ranges(len(w), shards, vocab):
-        state, statistics = output_forward(x, w[shard.start : shard.stop], targets, shard, extras=[rivals])
+        state, statistics = output_forward(x, w[shard.start : shard.stop], targets, shard, extras=[extra])
         assert isinstance(state, OutputState)
         states.append(state)
         gathered.append(statistics)
-    softmax = join(torch.stack(gathered), [rivals])
-    rank = torch.stack([likelier_ids(state.stored, softmax) for state in states]).sum(0)
-    wins = rivals.deliver(softmax)["correct"]
+    softmax = join(torch.stack(gathered), [extra])
+    rank = torch.stack([ids_above_target(state.stored, softmax) for state in states]).sum(0)
+    wins = extra.deliver(softmax)["correct"]
     assert wins.equal((rank == 0) & softmax.valid & ~softmax.nll.isnan())
     return rank, wins
 
@@ -129,7 +129,7 @@ def test_the_target_wins_of_equals(dtype: torch.dtype) -> None:
         assert bool((ranks_and_wins(x, w, target, 4, 61)[1] == wins).all())
 
 
-def test_tokens_without_a_target_have_no_likelier_ids() -> None:
+def test_no_id_is_above_a_missing_target() -> None:
     x, w = torch.ones(4, 2), torch.arange(16.0).view(8, 2)
     rank, wins = ranks_and_wins(x, w, torch.tensor([-100, 7, 0, 6]), 2, 7)  # 7 is padding
     assert rank.tolist() == [0, 0, 6, 0]

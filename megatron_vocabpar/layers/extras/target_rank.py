@@ -28,10 +28,10 @@ from megatron_vocabpar.layers.operands import Tokens
 from megatron_vocabpar.layers.stored import StoredExponentials
 
 
-class Rivals(Extra):
+class TargetRank(Extra):
     """The ids that are likelier than the target, by exponentials that are stored in ``dtype``."""
 
-    name = "rivals"
+    name = "target_rank"
     reports = MappingProxyType({"correct": "accuracy"})
     columns = 1
 
@@ -39,7 +39,7 @@ class Rivals(Extra):
         self._dtype = dtype
 
     @classmethod
-    def stored_in(cls, dtype: torch.dtype) -> Rivals:
+    def stored_in(cls, dtype: torch.dtype) -> TargetRank:
         return cls(dtype)
 
     def place(self, like: Tensor) -> Tensor:
@@ -64,14 +64,14 @@ class Rivals(Extra):
 
 
 @exact
-def likelier_ids(stored: StoredExponentials, softmax: Softmax) -> Tensor:
+def ids_above_target(stored: StoredExponentials, softmax: Softmax) -> Tensor:
     """[n] int64: how many of this shard's ids are likelier than the target; 0 for tokens without one.
 
     Args:
         stored: of S.
-        softmax: of all shards, with the number of ``Rivals``.
+        softmax: of all shards, with the number of ``TargetRank``.
     """
-    at_target = _at_target(softmax.extras[Rivals.name][0], stored.k, stored.e.dtype)
+    at_target = _at_target(softmax.extras[TargetRank.name][0], stored.k, stored.e.dtype)
     counts = at_target.new_empty(len(at_target), dtype=torch.int64)
     for rows in stored.chunks():
         counts[rows] = (stored.wide(rows) > at_target[rows].unsqueeze(1)).sum(1)
