@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from lab.losses.theirs import CASES, OURS, Case, Data, Function, check, load, pretend_cuda
 from lab.memory import peak_mib
 from lab.timing import ratio
+from megatron_vocabpar.runtime.processes import run
 
 
 @dataclass(frozen=True)
@@ -90,30 +89,25 @@ def measure_losses(setting: Setting) -> list[Comparison]:
 
     Raises:
         ValueError: if a checkout lacks a file.
+        ProcessFailed: if a process does.
     """
     for framework, checkout in setting.checkouts.items():
         check(framework, checkout)
-    with tempfile.TemporaryDirectory() as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (setting, folder, results), nprocs=setting.ranks)
-        return results.get()
+    rows: list[Comparison] = run(_compare_all, setting, ranks=setting.ranks, quiet=True)[0]
+    return rows
 
 
-def _rank(rank: int, setting: Setting, folder: str, results: Any) -> None:
+def _compare_all(setting: Setting) -> list[Comparison]:
+    """Every case of every framework; times are this rank's."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
     on_gpu = torch.cuda.device_count() >= setting.ranks
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if not on_gpu:
         pretend_cuda()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(setting.ranks), LOCAL_RANK=str(rank))
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=setting.ranks,
-    )
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     rows = []
     for ring in ("tensor", "context"):
         sizes = {"tensor_model_parallel_size" if ring == "tensor" else "context_parallel_size": setting.ranks}
@@ -127,10 +121,9 @@ def _rank(rank: int, setting: Setting, folder: str, results: Any) -> None:
                 if case.framework == framework and case.ring == ring
             ]
         parallel_state.destroy_model_parallel()
-    if rank == 0:
-        results.put(rows)
     dist.barrier()
     dist.destroy_process_group()
+    return rows
 
 
 def _data(rank: int, setting: Setting, device: torch.device) -> Data:
