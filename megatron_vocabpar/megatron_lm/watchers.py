@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.runtime.pass_times import IterationTimes, RankTimes
 from megatron_vocabpar.runtime.timeline import Span, gather_trace
-from megatron_vocabpar.schedule.draw.pictures import write_pictures
 
 
 def iteration() -> int:
@@ -75,6 +74,9 @@ class TimelineFile:
     def saw(self, spans: list[Span]) -> None:
         trace = gather_trace(spans)
         if trace is not None:
+            # Only the rank that writes pictures, once, needs what draws them.
+            from megatron_vocabpar.schedule.draw.pictures import write_pictures
+
             folder = self._folder / f"vocab_parallel_timeline_{self._iteration:07d}"
             write_pictures(folder, self._run.plan(self._m), trace)
             print(f"> vocabulary parallelism: the timeline of iteration {self._iteration} is in {folder}")

@@ -32,11 +32,12 @@ from megatron_vocabpar.plan.advice import (
     verdict,
 )
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
-from megatron_vocabpar.plan.choice_flags import flags_of
+from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import MOST, Question
-from megatron_vocabpar.plan.job import refused
+from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.memory import GIB
+from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import stock_choices
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import text_table
@@ -284,3 +285,57 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
 
 def _gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: round(value / GIB, 4) for name, value in parts.items()}
+
+
+def flags_of(choice: Choice) -> list[str]:
+    """Megatron's flags for the job's sizes, the layout and this package, beside those of the model itself."""
+    return [*_job_arguments(choice.request.model, choice.request.job), *placing_flags(choice)]
+
+
+def _job_arguments(model: Model, job: Job) -> list[str]:
+    """The flags that spread the model as the job says, and feed it."""
+    sizes = {
+        "pipeline": job.p,
+        "tensor": job.t,
+        "context": job.c,
+        "expert": job.e,
+    }
+    names = {"context": "--context-parallel-size"}
+    flags = [
+        f"{names.get(of, f'--{of}-model-parallel-size')} {size}" for of, size in sizes.items() if size > 1
+    ]
+    if model.experts:
+        flags += ["--expert-tensor-parallel-size 1"] if job.expert_tensor < job.t else []
+        flags.append(f"--moe-token-dispatcher-type {'flex' if job.flex_dispatcher else 'alltoall'}")
+    flags += ["--sequence-parallel"] if job.t > 1 else []
+    flags += ["--use-distributed-optimizer"] if job.distributed_optimizer else []
+    if job.overlap and job.d * job.c > 1:
+        flags += ["--overlap-grad-reduce"]
+        flags += ["--overlap-param-gather"] if job.distributed_optimizer else []
+    if job.offload:
+        flags += [
+            "--optimizer-cpu-offload",
+            "--optimizer-offload-fraction 1.0",
+            "--use-precision-aware-optimizer",
+        ]
+    flags += ["--fp8-format hybrid"] if job.fp8 else []
+    return [
+        *flags,
+        *_recompute(model, job),
+        f"--micro-batch-size {job.micro_batch}",
+        f"--global-batch-size {job.micro_batch * job.m * job.d}",
+    ]
+
+
+def _recompute(model: Model, job: Job) -> list[str]:
+    if job.recompute == "full":
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    if job.recompute != "selective":
+        return []
+    modules = [
+        "layernorm",
+        *(["mlp"] if model.share("-") else []),
+        *(["moe_act"] if model.experts else []),
+    ]
+    modules += ["mla_up_proj"] if model.latent else []
+    return ["--recompute-granularity selective", f"--recompute-modules {' '.join(modules)}"]

@@ -11,7 +11,6 @@ import pytest
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import redistribution, remedies
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
-from megatron_vocabpar.plan.choice_flags import flags_of
 from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
@@ -20,6 +19,7 @@ from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import in_full
 from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.tables import flags_of
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import make_plan

@@ -12,13 +12,14 @@ import pytest
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choice_flags import flags_of, placing_flags
+from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.given import read_words
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.plays import stock_choices
 from megatron_vocabpar.plan.read_config import model_preset, model_presets
+from megatron_vocabpar.plan.tables import flags_of
 from tests.support.megatron_parser import PLAIN
 from tests.support.recorded_arguments import recorded
 

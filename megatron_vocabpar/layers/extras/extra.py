@@ -125,7 +125,7 @@ class Extra:
     def gradient(
         self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None
     ) -> Factors | None:
-        """The factors for a slope [n], of exponentials ``exp(Y - k ln 2 - rest)``; None: dY does not depend on E."""
+        """The factors for a slope [n], of exponentials ``exp(Y - k ln 2 - rest)``; None: dY is without E."""
         return None
 
     def curve(
