@@ -178,6 +178,21 @@ def _signals_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _record(handler: ErrorHandler, error: BaseException) -> None:
+    """Leave the error for the parent, without its trace where the disk has no room for that."""
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    try:
+        handler.record_exception(error)
+        json.loads(file.read_text())  # torch's reader stops the parent by half a record
+    except (OSError, ValueError):
+        about = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        short = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
+        try:
+            file.write_text(json.dumps({"message": short}))
+        except OSError:
+            file.unlink(missing_ok=True)
+
+
 def _main(folder: Path) -> NoReturn:
     """One rank."""
     follow_parent(folder)
@@ -190,7 +205,7 @@ def _main(folder: Path) -> NoReturn:
         (folder / _RESULT.format(os.environ["RANK"])).write_bytes(result)
         code = 0
     except BaseException as error:  # torch's CheckpointException is no Exception
-        handler.record_exception(error)
+        _record(handler, error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not by Python's own exit: after a failure it waits for threads and groups of peers; after success gloo's
