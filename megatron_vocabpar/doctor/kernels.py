@@ -220,7 +220,7 @@ def gradients(
     results = []
     for each, where in ((dispatch.REFERENCE, torch.device("cpu")), (kernels, device)):
         softmax = each.merge(stats.to(where))
-        gradient = TokenGradient(softmax, Slopes(g.to(where), lse.to(where)), stats[0, :, 0].to(where))
+        gradient = TokenGradient(softmax, Slopes(g.to(where), lse.to(where)), stats[0].to(where))
         there = ShardTargets(*(tensor.to(where) for tensor in targets))
         grad, main_grad = source.to(where, copy=True), torch.ones(n // 8, hidden, device=where)
         each.finish(grad, grad, weight.to(where), there, gradient)

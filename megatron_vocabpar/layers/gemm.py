@@ -51,18 +51,21 @@ def exact(function: Callable[P, T]) -> Callable[P, T]:
 
     It looks at what is on, as context managers for all of it take the host longer than a launch.
     """
+    autocast, recorded = torch.is_autocast_enabled, torch.is_grad_enabled
+    record = torch._C._set_grad_enabled  # ``torch.set_grad_enabled`` makes an object for every call of it
 
     @wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> T:
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        if autocast("cuda") or autocast("cpu"):
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return run(*args, **options)
-        recorded = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # as a context manager it takes twice as long
+        if not recorded():
+            return function(*args, **options)
+        record(False)
         try:
             return function(*args, **options)
         finally:
-            torch.set_grad_enabled(recorded)
+            record(True)
 
     return run
 

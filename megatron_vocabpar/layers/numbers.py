@@ -22,7 +22,6 @@ Next: ``softmax_stats.py``, how shards join; ``extras/extra.py``; ``token_loss.p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -66,8 +65,7 @@ class Slopes(NamedTuple):
         return Slopes(self.nll * factor, lse, {name: g * factor for name, g in self.extras.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class Softmax:
+class Softmax(NamedTuple):
     """The softmax over the whole vocabulary, per token; all [n], fp32 (fp64 for fp64 operands).
 
     Attributes:
@@ -86,7 +84,7 @@ class Softmax:
     target_deficit: Tensor
     valid: Tensor
     weight_peak: Tensor | None = None
-    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    extras: Mapping[str, Tensor] = NO_EXTRAS
 
     def logsumexp(self) -> Tensor:
         """[n] of the whole vocabulary's logits."""
@@ -113,12 +111,24 @@ class RowGradient(NamedTuple):
 
 
 class TokenGradient(NamedTuple):
-    """The arguments of ``row_gradient``, for kernels that compute the factors where they use them."""
+    """What ``row_gradient`` takes, for kernels that compute the factors where they use them.
+
+    Attributes:
+        softmax: of all shards.
+        slopes: of the loss.
+        stats: [n, 4] of one shard; a kernel reads the offsets there, a view of which takes the host as long
+            as half a launch.
+        target_slope: [n] of the softcap at the targets; None without a softcap.
+    """
 
     softmax: Softmax
     slopes: Slopes
-    k: Tensor
+    stats: Tensor
     target_slope: Tensor | None = None
+
+    def arguments(self) -> tuple[Softmax, Slopes, Tensor, Tensor | None]:
+        """Those of ``row_gradient``."""
+        return self.softmax, self.slopes, self.stats[:, 0], self.target_slope
 
 
 class TargetGradient(NamedTuple):

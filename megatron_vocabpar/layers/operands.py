@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.fp8 import E4M3, Fp8Weight
 from megatron_vocabpar.layers.gemm import add_product_, product, product_chunks, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import exponentials
+from megatron_vocabpar.layers.kernels.dispatch import RowKernels, row_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.partition import VocabRange
@@ -53,9 +54,8 @@ class ShardOptions:
 DEFAULT = ShardOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One microbatch at one shard of the output layer.
+class Tokens(NamedTuple):
+    """One microbatch at one shard of the output layer; a tuple, as a frozen dataclass takes long to make.
 
     Attributes:
         x: [n, H] hidden states in the operands' dtype.
@@ -63,27 +63,25 @@ class Tokens:
             gradient.
         targets: their rows of the shard, and the tokens that it owns.
         options: how S and T compute.
+        kernels: those of the device, for all passes.
     """
 
     x: Tensor
     shard: VocabRange
     targets: ShardTargets
     options: ShardOptions
-
-    @property
-    def fp8_weight(self) -> Fp8Weight | None:
-        return self.options.fp8_weight
+    kernels: RowKernels
 
     @property
     def storage(self) -> torch.dtype:
         """The dtype of the exponentials."""
-        return self.x.dtype if self.fp8_weight is None else E4M3
+        return self.x.dtype if self.options.fp8_weight is None else E4M3
 
     def logits(self, weight: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """[c, P] logits of a chunk of tokens."""
-        x = part_of(self.x, rows)
-        if self.fp8_weight is not None:
-            return self.fp8_weight.logits(x, weight, self.targets.rows[rows], self.shard.valid_rows)
+        x, fp8_weight = part_of(self.x, rows), self.options.fp8_weight
+        if fp8_weight is not None:
+            return fp8_weight.logits(x, weight, self.targets.rows[rows], self.shard.valid_rows)
         return product(x, weight.t(), out=out)
 
     def true_rows(self, matrix: Tensor) -> Tensor:
@@ -93,15 +91,15 @@ class Tokens:
 
     def input_gradient(self, e: Tensor, weight: Tensor, out: Tensor) -> None:
         """Write ``E W`` to ``out`` [c, H], for exponentials [c, P] of any tokens and the true rows of W."""
-        if self.fp8_weight is not None:
-            out.copy_(self.fp8_weight.input_gradient(e))
+        if self.options.fp8_weight is not None:
+            out.copy_(self.options.fp8_weight.input_gradient(e))
         else:
             product(true_columns(e, weight), weight, out=out)
 
     def add_weight_gradient_(self, main_grad: Tensor, e: Tensor, x: Tensor, factor: Tensor | None) -> None:
         """Add ``factor * E^T x`` to the true rows, of exponentials [c, P] and scaled rows x [c, H]."""
-        if self.fp8_weight is not None:
-            self.fp8_weight.add_weight_gradient_(main_grad, e, x, main_grad.shape[0], factor)
+        if self.options.fp8_weight is not None:
+            self.options.fp8_weight.add_weight_gradient_(main_grad, e, x, main_grad.shape[0], factor)
         else:
             add_product_(main_grad, true_columns(e, main_grad).t(), x, factor)
 
@@ -137,31 +135,27 @@ class Tokens:
         overwrite their logits if both have one dtype.
         """
         (n, hidden), storage, options = self.x.shape, self.storage, self.options
+        run, valid, terms = self.kernels.exponentials, self.shard.valid_rows, options.terms
         for rows in product_chunks(self.x.device, n, self.shard.rows, hidden, options.rows_per_chunk):
-            logits, parts = logits_of(rows), [e, offset, stats]
+            logits = logits_of(rows)
+            target_rows, out, given, place = self.targets.rows, e, offset, stats
             if rows.stop - rows.start < n:
-                parts = [None if each is None else each[rows] for each in parts]
-            out, given, place = parts
+                target_rows = target_rows[rows]
+                out, given, place = (None if t is None else t[rows] for t in (out, given, place))
             if out is None and transient:
                 out = logits if logits.dtype == storage else torch.empty_like(logits, dtype=storage)
-            part = exponentials(
-                logits,
-                part_of(self.targets.rows, rows),
-                self.shard.valid_rows,
-                given,
-                dtype=storage,
-                out=out,
-                stats=place,
-                terms=options.terms,
+            yield (
+                rows,
+                run(logits, target_rows, valid, given, dtype=storage, out=out, stats=place, terms=terms),
             )
-            yield rows, part
 
 
 def tokens_of(
     x: Tensor, weight: Tensor, targets: Targets, shard: VocabRange, options: ShardOptions
 ) -> Tokens:
     """Check the arguments of S; find the targets in the shard unless the caller has."""
-    return Tokens(x, shard, check_arguments(x, weight, targets, shard), options)
+    targets = check_arguments(x, weight, targets, shard)
+    return Tokens(x, shard, targets, options, row_kernels(x.device, result_dtype(x.dtype)))
 
 
 def true_columns(e: Tensor, true_rows: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class VocabRange:
     start: int
     stop: int
     vocab_size: int
+    rows: int = field(init=False, repr=False, compare=False)
+    """P, the rows of this shard's weight, padding included."""
     valid_rows: int = field(init=False, repr=False, compare=False)
     """The leading rows that are true ids; 0 for a shard that is all padding."""
 
@@ -44,12 +46,8 @@ class VocabRange:
             raise ValueError(f"vocabulary size {self.vocab_size}: give at least one id")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"rows [{self.start}, {self.stop}): need 0 <= start <= stop")
+        object.__setattr__(self, "rows", self.stop - self.start)
         object.__setattr__(self, "valid_rows", max(0, min(self.stop, self.vocab_size) - self.start))
-
-    @property
-    def rows(self) -> int:
-        """P, the rows of this shard's weight, padding included."""
-        return self.stop - self.start
 
 
 def padded_vocab_size(vocab_size: int, pipeline: int, tensor: int = 1, divisible_by: int = 1) -> int:

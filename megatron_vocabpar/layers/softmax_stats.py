@@ -22,8 +22,6 @@ Next: ``extras/extra.py``, further numbers; ``output/plain.py``.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -81,4 +79,4 @@ def merge_stats(gathered: Tensor, *, out: Softmax | None = None) -> Softmax:
     if weight_peak is not None and out is not None and out.weight_peak is not None:
         weight_peak = out.weight_peak.copy_(weight_peak)
     softmax = merge(gathered, out)
-    return softmax if weight_peak is None else replace(softmax, weight_peak=weight_peak)
+    return softmax if weight_peak is None else softmax._replace(weight_peak=weight_peak)

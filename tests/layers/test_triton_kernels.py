@@ -418,14 +418,14 @@ def test_finish_and_prepare(
     for kernels, device in ((dispatch.REFERENCE, "cpu"), (dispatch.triton_kernels(), DEVICE)):
         on = partial(_on, device)
         gradient = TokenGradient(
-            kernels.merge(on(stats)), Slopes(*map(on, slopes[:2])), on(stats)[0, :, 0], on(cap)
+            kernels.merge(on(stats)), Slopes(*map(on, slopes[:2])), on(stats)[0], on(cap)
         )
-        factors = kernels.row_gradient(*gradient) if given else gradient
+        factors = kernels.row_gradient(*gradient.arguments()) if given else gradient
         there = ShardTargets(*map(on, targets))
         apart, in_place, only_targets = torch.empty(n, hidden, device=device), on(source), on(source)
         kernels.finish(apart, on(source), on(weight), there, factors)
         kernels.finish(in_place, in_place, on(weight), there, factors)
-        target = TargetGradient(kernels.row_gradient(*gradient).target)
+        target = TargetGradient(kernels.row_gradient(*gradient.arguments()).target)
         kernels.finish(only_targets, only_targets, on(weight), there, target)
         added = on(main_grad)
         scaled, same = kernels.prepare(added, on(x), there, factors), on(x)

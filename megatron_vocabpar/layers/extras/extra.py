@@ -17,7 +17,6 @@ Next: ``entropy.py``; then ``mean.py``, ``target_rank.py``, ``divergence.py``, `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -177,7 +176,7 @@ def place_of(statistics: Tensor, extras: Sequence[Extra]) -> Softmax:
     place = softmax_place(statistics)
     if not extras:
         return place
-    return replace(place, extras={extra.name: extra.place(place.total) for extra in extras})
+    return place._replace(extras={extra.name: extra.place(place.total) for extra in extras})
 
 
 @exact
@@ -207,7 +206,7 @@ def join(gathered: Tensor, extras: Sequence[Extra] = (), out: Softmax | None = N
     for extra, part in zip(sent, columns, strict=True):
         number = extra.join(statistics, part, softmax)
         numbers[extra.name] = number if out is None else out.extras[extra.name].copy_(number)
-    return replace(softmax, extras=numbers)
+    return softmax._replace(extras=numbers)
 
 
 @exact

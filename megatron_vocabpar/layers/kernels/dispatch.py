@@ -151,9 +151,6 @@ def _served(specification: Callable[P, T], *decisive: int) -> Callable[P, T]:
 
 exponentials = _served(reference.exponentials, 0)
 scale_rows = _served(reference.scale_rows, 1)
-lift = _served(reference.lift, 1)
 scatter_add_rows_ = _served(reference.scatter_add_rows_, 0, 2)
-finish = _served(reference.finish, 0)
-prepare = _served(reference.prepare, 0, 1)
 merge = _served(reference.merge, 0)
 row_gradient = _served(reference.row_gradient, 2)

@@ -49,23 +49,18 @@ class Launcher:
         num_warps: int = 4,
     ) -> None:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        together, key = 0, None
-        for pointer in pointers[: self._matrices]:
-            together |= pointer
+        together, dtypes, key = 0, [], None
+        for place in range(self._matrices):
+            together |= pointers[place]
+            dtypes.append(tensors[place].dtype)
         if self._compiles and together % 16 == 0:
             active = driver.active
             device = active.get_current_device()
-            key = (
-                device,
-                sizes,
-                constants,
-                num_warps,
-                *[tensor.dtype for tensor in tensors[: self._matrices]],
-            )
+            key = device, sizes, constants, num_warps, *dtypes
             if (ready := self._ready.get(key)) is not None:
-                run, *of_kernel = ready
-                stream = active.get_current_stream(device)
-                run(*grid, 1, stream, *of_kernel, None, None, None, *pointers, *counts, *sizes, *constants)
+                run, function, metadata = ready
+                stream, hooks = active.get_current_stream(device), (None, None, None)
+                run(*grid, 1, stream, function, metadata, *hooks, *pointers, *counts, *sizes, *constants)
                 return
         options = {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION}
         kernel = self._jit[grid](*tensors, *counts, *sizes, *constants, **options)

@@ -331,7 +331,7 @@ def prepare(main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: Gradi
 def _factors(gradient: Gradient) -> tuple[Tensor | None, Tensor]:
     if isinstance(gradient, TargetGradient):
         return None, gradient.target
-    return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient)
+    return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient.arguments())
 
 
 def _first_of_equals(rows: Tensor) -> Tensor:

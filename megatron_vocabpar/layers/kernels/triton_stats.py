@@ -175,12 +175,18 @@ def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor, ...], int, tuple
     if not isinstance(gradient, TokenGradient):
         row, target = gradient[0], gradient[-1]
         return (row,) * 4 + (target,) + (row,) * 4, row.stride(0), (False, False, False)
-    softmax, (slope, lse, _), k, cap = gradient
-    numbers = softmax.offset, softmax.total, softmax.nll, softmax.target_deficit, softmax.valid
+    return _computed_factors(*gradient)
+
+
+def _computed_factors(
+    softmax: Softmax, slopes: Slopes, k: Tensor, cap: Tensor | None
+) -> tuple[tuple[Tensor, ...], int, tuple[int, ...]]:
+    """For factors that the kernel computes; k is [n], or the first column of [n, 4]."""
+    slope, lse, _ = slopes
     slope = slope.float().contiguous()
     of_lse, of_cap = slope if lse is None else lse.float().contiguous(), k if cap is None else cap
-    flags = True, lse is not None, cap is not None
-    return (k, *numbers, slope, of_lse, of_cap), k.stride(0), flags
+    numbers = softmax.offset, softmax.total, softmax.nll, softmax.target_deficit, softmax.valid
+    return (k, *numbers, slope, of_lse, of_cap), k.stride(0), (True, lse is not None, cap is not None)
 
 
 def row_gradient(
@@ -190,7 +196,7 @@ def row_gradient(
     n = k.shape[0]
     row, target = torch.empty((2, n), dtype=k.dtype, device=k.device).unbind()
     if n:
-        tensors, stride, flags = factor_arguments(TokenGradient(softmax, slopes, k, target_slope))
+        tensors, stride, flags = _computed_factors(softmax, slopes, k, target_slope)
         grid = -(-n // _BLOCK), 1
         _row_gradient_kernel(grid, (*tensors, row, target), (n,), (stride,), (*flags, _BLOCK))
     return RowGradient(row, target)

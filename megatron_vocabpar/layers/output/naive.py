@@ -82,4 +82,4 @@ def naive_sum(
     slopes = [part.target_slope for _, part in parts]
     if e is None:
         return None, stats
-    return OutputState(tokens, state.weight, stats[:, 0], e, joined_slopes(slopes), {}), stats
+    return OutputState(tokens, state.weight, stats, e, joined_slopes(slopes), {}), stats

@@ -32,14 +32,14 @@ Next: ``../../runtime/executor.py``, which runs these passes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import Extra, Product
 from megatron_vocabpar.layers.gemm import exact, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import finish, lift, prepare, row_gradient, scale_rows
+from megatron_vocabpar.layers.kernels.dispatch import row_gradient
 from megatron_vocabpar.layers.numbers import (
     STATS_WIDTH,
     Gradient,
@@ -71,14 +71,13 @@ _WORTH_BYTES = 48 * 2**20
 """What two launches more have to spare: an H200's memory takes 13 us for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputState:
+class OutputState(NamedTuple):
     """What S keeps of one microbatch for T. Nothing writes into it, so a gradient may be asked for twice.
 
     Attributes:
         tokens: the microbatch.
         weight: [P, H] of S: no copy, so T must run before it changes.
-        k: [n] whole offsets, fp32 (fp64 for fp64): a column of the statistics.
+        stats: [n, 4] of this shard, fp32 (fp64 for fp64), the whole offsets k first.
         e: [n, P] operand dtype; exponentials, zero for the target and padding. None if T recomputes them.
         target_slope: [n] slope of the softcap at the target's logit, with a softcap.
         products: [n, H] each, fp32 (fp64 for fp64), with ``with_input_gradient`` (vocab-2): A = E W, and
@@ -88,7 +87,7 @@ class OutputState:
 
     tokens: Tokens
     weight: Tensor
-    k: Tensor
+    stats: Tensor
     e: Tensor | None
     target_slope: Tensor | None
     products: Mapping[str, Tensor]
@@ -98,6 +97,11 @@ class OutputState:
     def x(self) -> Tensor:
         """[n, H] hidden states."""
         return self.tokens.x
+
+    @property
+    def k(self) -> Tensor:
+        """[n] whole offsets."""
+        return self.stats[:, 0]
 
     @property
     def stored(self) -> StoredExponentials:
@@ -125,20 +129,21 @@ class OutputState:
         Raises:
             ValueError: if ``out`` has another shape or dtype.
         """
-        check_gradient_place(out, self.x, softmax)
-        grad = torch.empty_like(self.x, dtype=softmax.total.dtype) if out is None else out
-        tokens, (gradient, curves) = self.tokens, _gradient(self, softmax, slopes)
+        tokens, asked = self.tokens, _asked(self.extras, slopes)
+        check_gradient_place(out, tokens.x, softmax)
+        grad = torch.empty_like(tokens.x, dtype=softmax.total.dtype) if out is None else out
+        gradient, curves = _gradient(self, softmax, slopes, asked)
         weight, a = tokens.true_rows(self.weight), self.products.get(_E)
         if a is not None and all(extra.name in self.products for extra, _ in curves):
-            finish(grad, a, weight, tokens.targets, gradient)
+            tokens.kernels.finish(grad, a, weight, tokens.targets, gradient)
             for extra, factor in curves:
                 grad.addcmul_(self.products[extra.name], factor.unsqueeze(1))
         else:
-            rest, pieces = _scaled_exponentials(self, softmax, gradient, curves, grad.dtype.itemsize)
+            gradient, pieces = _scaled_exponentials(self, softmax, gradient, curves, grad.dtype.itemsize)
             for rows, e in pieces:
                 tokens.input_gradient(e, weight, part_of(grad, rows))
-            finish(grad, grad, weight, tokens.targets, rest)
-        for extra, slope in _asked(self.extras, slopes):
+            tokens.kernels.finish(grad, grad, weight, tokens.targets, gradient)
+        for extra, slope in asked:
             extra.add_input_gradient_(grad, slope)
         return grad
 
@@ -154,19 +159,20 @@ class OutputState:
         Raises:
             ValueError: if ``main_grad`` has another shape, or a dtype that the operands can't add to.
         """
-        check_main_grad(self.x, self.tokens.shard, main_grad)
-        x, tokens, undo, true_rows = self.x, self.tokens, None, self.tokens.true_rows(main_grad)
-        found = _gradient(self, softmax, slopes)
-        gradient, pieces = _scaled_exponentials(self, softmax, *found, x.dtype.itemsize)
+        tokens, asked, undo = self.tokens, _asked(self.extras, slopes), None
+        x, true_rows = tokens.x, tokens.true_rows(main_grad)
+        check_main_grad(x, tokens.shard, main_grad)
+        gradient, curves = _gradient(self, softmax, slopes, asked)
+        gradient, pieces = _scaled_exponentials(self, softmax, gradient, curves, x.dtype.itemsize)
         if x.dtype == torch.float16 and not isinstance(gradient, TargetGradient):
             row, target = _factors(gradient)
-            row, undo = lift(x, row)
+            row, undo = tokens.kernels.lift(x, row)
             gradient = RowGradient(row, target)
-        x = prepare(true_rows, x, tokens.targets, gradient)
+        x = tokens.kernels.prepare(true_rows, x, tokens.targets, gradient)
         for rows, e in pieces:
             tokens.add_weight_gradient_(true_rows, e, part_of(x, rows), undo)
-        for extra, slope in _asked(self.extras, slopes):
-            extra.add_weight_gradient_(main_grad, slope, self.tokens)
+        for extra, slope in asked:
+            extra.add_weight_gradient_(main_grad, slope, tokens)
 
 
 @exact
@@ -211,7 +217,7 @@ def passes_of(
     dtype, keep = result_dtype(x.dtype), options.keep_state
     e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
-    stats = x.new_empty((x.shape[0], STATS_WIDTH), dtype=dtype)
+    stats = torch.empty((x.shape[0], STATS_WIDTH), dtype=dtype, device=x.device)
     slopes, true_rows = [], tokens.true_rows(weight)
     for rows, part in tokens.exponentials_with(weight, e=e, transient=a is not None, stats=stats):
         slopes.append(part.target_slope)
@@ -220,7 +226,7 @@ def passes_of(
     if a is not None and e is not None:
         tokens.input_gradient(e, true_rows, a)  # in one product: a chunk's is too small to fill a GPU
     products = {} if a is None else {_E: a}
-    state = OutputState(tokens, weight, stats[:, 0], e, joined_slopes(slopes), products, extras)
+    state = OutputState(tokens, weight, stats, e, joined_slopes(slopes), products, extras)
     columns = [stats]
     for extra in extras:
         stored, product = state.stored if extra.reads_exponentials else None, None
@@ -248,33 +254,38 @@ Curves = list[tuple[Extra, Tensor]]
 
 
 def _gradient(
-    state: OutputState, softmax: Softmax, slopes: Slopes
-) -> tuple[TokenGradient | RowGradient, Curves]:
-    """dY of this shard: ``row E + sum of factor * curve(E)``, and ``target`` at the owned targets."""
-    gradient: TokenGradient | RowGradient = TokenGradient(softmax, slopes, state.k, state.target_slope)
+    state: OutputState, softmax: Softmax, slopes: Slopes, asked: Sequence[tuple[Extra, Tensor]]
+) -> tuple[Gradient, Curves]:
+    """dY of this shard: ``row E + sum of factor * curve(E)``, and ``target`` at the owned targets.
+
+    Args:
+        asked: the extras that have a slope.
+    """
+    gradient: TokenGradient | RowGradient = TokenGradient(softmax, slopes, state.stats, state.target_slope)
     curves = []
-    for extra, slope in _asked(state.extras, slopes):
+    for extra, slope in asked:
         if (more := extra.gradient(softmax, slope, state.k)) is not None:
             gradient = RowGradient(*more.added_to(*_factors(gradient)))
             curves.append((extra, more.curve))
     return gradient, curves
 
 
-def _factors(gradient: TokenGradient | RowGradient) -> RowGradient:
-    return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient)
+def _factors(gradient: Gradient) -> RowGradient:
+    assert not isinstance(gradient, TargetGradient), "its row is in the exponentials"
+    return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient.arguments())
 
 
-def _asked(extras: Sequence[Extra], slopes: Slopes) -> list[tuple[Extra, Tensor]]:
+def _asked(extras: Sequence[Extra], slopes: Slopes) -> Sequence[tuple[Extra, Tensor]]:
     """The extras that have a slope."""
     if not slopes.extras:
-        return []
+        return ()
     return [(extra, slopes.extras[extra.name]) for extra in extras if extra.name in slopes.extras]
 
 
 def _scaled_exponentials(
     state: OutputState,
     softmax: Softmax,
-    gradient: TokenGradient | RowGradient,
+    gradient: Gradient,
     curves: Curves,
     item_bytes: int,
 ) -> tuple[Gradient, Iterable[tuple[slice, Tensor]]]:
@@ -291,12 +302,13 @@ def _scaled_exponentials(
     """
     if curves:
         return _mixed(state.stored, softmax, _factors(gradient), curves)
-    x, pieces, kept = state.x, _exponentials(state), state.e is not None
-    exact_enough = x.dtype != torch.float16 and state.tokens.fp8_weight is None
-    (n, hidden), of_e = x.shape, state.tokens.shard.rows * x.dtype.itemsize
-    if not exact_enough or 2 * n * (hidden * item_bytes - of_e) <= _WORTH_BYTES:  # it is read and written
+    tokens, pieces = state.tokens, _exponentials(state)
+    x, of_e = tokens.x, tokens.shard.rows * tokens.x.dtype.itemsize
+    n, hidden = x.shape
+    spared = 2 * n * (hidden * item_bytes - of_e)  # it is read and written
+    if spared <= _WORTH_BYTES or x.dtype == torch.float16 or tokens.options.fp8_weight is not None:
         return gradient, pieces
-    row, target = _factors(gradient)
+    (row, target), kept, scale_rows = _factors(gradient), state.e is not None, tokens.kernels.scale_rows
     scaled = ((rows, scale_rows(e, part_of(row, rows), None if kept else e)) for rows, e in pieces)
     return TargetGradient(target), scaled
 

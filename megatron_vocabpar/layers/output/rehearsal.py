@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_vocabpar.layers.embedding import embedding_backward
 from megatron_vocabpar.layers.extras.extra import join
 from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.kernels.dispatch import row_kernels
 from megatron_vocabpar.layers.operands import ShardOptions, Tokens
 from megatron_vocabpar.layers.output.plain import passes_of
 from megatron_vocabpar.layers.partition import VocabRange
@@ -52,12 +53,13 @@ def rehearse(
         ranks: how many shards there are.
         n: tokens of a microbatch, as many choose other kernels than few.
     """
+    kernels = row_kernels(weight.device, result_dtype(weight.dtype))
     for tokens in {min(n, 2), n}:
         x = weight.new_zeros((tokens, weight.shape[1]))
         rows = torch.full((tokens,), -1, device=x.device)
         rows[:1] = 0 if shard.valid_rows else -1
         targets = ShardTargets(rows, rows[: 1 if shard.valid_rows else 0])
-        state, stats = passes_of(_WithoutProducts(x, shard, targets, options), weight)
+        state, stats = passes_of(_WithoutProducts(x, shard, targets, options, kernels), weight)
         assert state is not None
         softmax = join(torch.stack([stats] * ranks))
         slopes = loss_slopes(softmax, options.terms, torch.ones_like(softmax.total))
