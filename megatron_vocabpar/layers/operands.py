@@ -5,7 +5,7 @@ Next: ``output/plain.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,13 +111,14 @@ class Tokens(NamedTuple):
         transient: bool = False,
         offset: Tensor | None = None,
         stats: Tensor | None = None,
+        columns: Sequence[str] = (),
     ) -> Iterator[tuple[slice, Exponentials]]:
         """``exponentials`` of the products with the weight [P, H]."""
         # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
         wide = e if self.storage == result_dtype(self.x.dtype) else None
         return self.exponentials(
             lambda rows: self.logits(weight, rows, None if wide is None else part_of(wide, rows)),
-            e=e, transient=transient, offset=offset, stats=stats,
+            e=e, transient=transient, offset=offset, stats=stats, columns=columns,
         )  # fmt: skip
 
     def exponentials(
@@ -128,6 +129,7 @@ class Tokens(NamedTuple):
         transient: bool = False,
         offset: Tensor | None = None,
         stats: Tensor | None = None,
+        columns: Sequence[str] = (),
     ) -> Iterator[tuple[slice, Exponentials]]:
         """Run the row kernel on chunks of tokens; it overwrites their logits.
 
@@ -144,10 +146,18 @@ class Tokens(NamedTuple):
                 out, given, place = (None if t is None else t[rows] for t in (out, given, place))
             if out is None and transient:
                 out = logits if logits.dtype == storage else torch.empty_like(logits, dtype=storage)
-            yield (
-                rows,
-                run(logits, target_rows, valid, given, dtype=storage, out=out, stats=place, terms=terms),
+            part = run(
+                logits,
+                target_rows,
+                valid,
+                given,
+                dtype=storage,
+                out=out,
+                stats=place,
+                terms=terms,
+                columns=columns,
             )
+            yield rows, part
 
 
 def tokens_of(

@@ -10,12 +10,14 @@ import torch
 from megatron_vocabpar.layers.exponents import NOTHING
 from megatron_vocabpar.layers.kernels import cpu, dispatch
 from megatron_vocabpar.layers.kernels.reference import (
+    ROW_COLUMNS,
     exponentials,
     lift,
     row_offset,
     scale_rows,
     scatter_add_rows_,
 )
+from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import LossTerms
 
 STORED = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -32,7 +34,7 @@ def test_exponentials(dtype: torch.dtype, n: int, columns: int, valid: int) -> N
     target_row = torch.arange(n) % max(valid, 1) if valid else torch.full((n,), -1)
     target_row[1::2] = -1
     out = torch.full((n, columns), torch.nan, dtype=dtype)
-    part = exponentials(logits.clone(), target_row, valid, dtype=dtype, out=out)
+    part = exponentials(logits.clone(), target_row, valid, dtype=dtype, out=out, columns=ROW_COLUMNS)
     assert part.e is out
     assert torch.equal(part.k, part.k.round())
 
@@ -48,6 +50,10 @@ def test_exponentials(dtype: torch.dtype, n: int, columns: int, valid: int) -> N
         out.double(), exact, rtol=STORED[dtype], atol=2**-24 if dtype == torch.float16 else 0
     )
     torch.testing.assert_close(part.s_rest.double(), exact.sum(1), rtol=2e-6, atol=0)
+    weighted, largest = part.stats[:, STATS_WIDTH:].unbind(1)
+    size = torch.special.xlogy(exact, exact).abs().sum(1)
+    assert ((weighted - torch.special.xlogy(exact, exact).sum(1)).abs() <= 1e-6 * size).all()
+    assert torch.equal(largest, torch.where(counted, logits, -torch.inf).amax(1))
     assert torch.equal(part.target_logit[owned], logits[owned, target_row[owned]])
     assert (part.target_logit[target_row < 0] == 0).all()
     assert (part.k[part.s_rest == 0] == NOTHING).all()

@@ -6,6 +6,7 @@ a process that interprets.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from importlib.util import find_spec
 
@@ -20,7 +21,7 @@ from megatron_vocabpar.layers.exponents import NOTHING
 from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import LEEWAY, Exponentials
-from megatron_vocabpar.layers.numbers import Slopes, TargetGradient, TokenGradient
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, Slopes, TargetGradient, TokenGradient
 from megatron_vocabpar.layers.softmax_stats import softmax_place
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
@@ -48,6 +49,7 @@ def both(
 ) -> tuple[Exponentials, Exponentials]:
     """The specification's result and the kernel's, each into outputs full of NaN."""
     target = torch.where(target < valid, target, -1)
+    options = {"columns": reference.ROW_COLUMNS, **options}
     storage = options.pop("storage", torch.float32)
     results = []
     for kernel, device in ((reference.exponentials, "cpu"), (dispatch.triton_kernels().exponentials, DEVICE)):
@@ -76,6 +78,16 @@ def check(
     factor = torch.exp2(-below)
     torch.testing.assert_close(got.s_rest * factor, expected.s_rest, rtol=2e-6, atol=0)
     torch.testing.assert_close(got.target_logit, expected.target_logit, rtol=2e-6, atol=1e-6)
+    if got.stats.shape[1] > STATS_WIDTH:
+        # Of E / 2^below the sum of E ln E is another one.
+        weighted, largest = got.stats[:, STATS_WIDTH:].unbind(1)
+        weighted = factor * (weighted - below * math.log(2) * got.s_rest)
+        wanted, largest_logit = expected.stats[:, STATS_WIDTH:].unbind(1)
+        assert ((weighted - wanted).abs() <= 1e-5 * wanted.abs() + 2e-6 * (1 + expected.s_rest)).all()
+        lowest = torch.finfo(torch.float32).min  # in the place of -inf
+        torch.testing.assert_close(
+            largest.clamp(min=lowest), largest_logit.clamp(min=lowest), rtol=1e-6, atol=1e-6
+        )
     tiny = 2.0**-24 if storage == torch.float16 else 2.0**-126
     e = got.e.float() * factor.unsqueeze(1)
     torch.testing.assert_close(e, expected.e.float(), rtol=ROUNDING[storage], atol=tiny)

@@ -153,7 +153,7 @@ def test_log_probabilities_entropies_and_accuracy(family: str, method: str, opti
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_leads_to_its_extra(name: str) -> None:
     """A loss function may depend on those alone whose extra has a gradient, and finds it under its name."""
-    extra = resolve_name(f"{extras.__name__}.{METRICS[name].extra}").stored_in(torch.float32)
+    extra = resolve_name(f"{extras.__name__}.{METRICS[name].extra}")()
     assert extra.reports
     assert METRICS[name].has_gradient == (type(extra).gradient is not Extra.gradient)
     assert not METRICS[name].has_gradient or extra.name == name in extra.reports

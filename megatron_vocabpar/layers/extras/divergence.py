@@ -25,10 +25,9 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.bins import BinSlopes, TopLogprobs, shard_bins
 from megatron_vocabpar.layers.divergence import Divergence
-from megatron_vocabpar.layers.extras.extra import Exchange, Extra, Factors, Product
+from megatron_vocabpar.layers.extras.extra import Exchange, Extra, Factors
 from megatron_vocabpar.layers.gemm import product
 from megatron_vocabpar.layers.numbers import Softmax
-from megatron_vocabpar.layers.operands import Tokens
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.stored import StoredExponentials
 from megatron_vocabpar.layers.terms import Distillation
@@ -83,12 +82,12 @@ class Comparison(Extra):
     def place(self, like: Tensor) -> Tensor:
         return like.new_empty((self.width, *like.shape))
 
-    def keep(
-        self, tokens: Tokens, stored: StoredExponentials | None, statistics: Tensor, product: Product | None
-    ) -> Tensor:
-        """No column, but a ValueError unless exponentials in this dtype can be compared with a teacher's."""
-        check_storage(tokens.storage)
-        return super().keep(tokens, stored, statistics, product)
+    def check_storage(self, dtype: torch.dtype) -> None:
+        if torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny:
+            raise ValueError(
+                f"distillation with exponentials in {dtype}, which has no small numbers for unlikely ids: "
+                "use bfloat16, or keep the output layer in float32 (fp32_head)"
+            )
 
     def after_join(
         self, stored: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor
@@ -226,15 +225,6 @@ def comparison(how: Distillation, given: Teacher, counted: Tensor | None, vocab_
 
 def _mixture(how: Distillation) -> float | None:
     return how.mixture if how.kind == "js" else None
-
-
-def check_storage(dtype: torch.dtype) -> None:
-    """Raise a ValueError unless exponentials in this dtype can be compared with a teacher's."""
-    if torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny:
-        raise ValueError(
-            f"distillation with exponentials in {dtype}, which has no small numbers for unlikely ids: use "
-            "bfloat16, or keep the output layer in float32 (fp32_head)"
-        )
 
 
 def check_teacher(given: Teacher, tokens: tuple[int, int], shard: VocabRange) -> None:

@@ -1,8 +1,8 @@
 """The entropy, in nats: ``lse - sum_j p_j Y_j``.
 
-A shard sends its sum of E ln E. The slope g adds ``-g p_j (ln p_j + entropy)`` to dY_j. As
-``ln p_j = ln E_j + ln c``, that is ``logs E_j ln E_j`` with ``logs = -g c``, and ``logs (ln c + entropy)``
-more in the row. In bf16 the entropy has about three digits.
+A shard sends the row kernel's sum of E ln E, of E before they are rounded for their storage. The slope g adds
+``-g p_j (ln p_j + entropy)`` to dY_j. As ``ln p_j = ln E_j + ln c``, that is ``logs E_j ln E_j`` with
+``logs = -g c``, and ``logs (ln c + entropy)`` more in the row.
 """
 
 from __future__ import annotations
@@ -13,34 +13,22 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two, subtract_power_log_
-from megatron_vocabpar.layers.extras.extra import CurveSum, Factors
+from megatron_vocabpar.layers.extras.extra import Extra, Factors
+from megatron_vocabpar.layers.kernels.reference import E_LOG_E
 from megatron_vocabpar.layers.numbers import Softmax, probability_scale, target_probability
 
 
-class Entropy(CurveSum):
-    """``E ln E``, its sum, and the entropy made of it."""
+class Entropy(Extra):
+    """The sum of ``E ln E``, and the entropy made of it."""
 
     name = "entropy"
     reports = MappingProxyType({"entropy": "entropy"})
+    columns = 1
+    row_column = E_LOG_E
     largest = 16.0  # ln E is less
 
     def of_exponentials(self, e: Tensor) -> Tensor:
         return torch.special.xlogy(e, e)
-
-    def sums(self, e: Tensor, curve: Tensor) -> Tensor:
-        return torch.stack((curve.sum(1), e.sum(1)), 1)
-
-    def column(self, sums: Tensor, statistics: Tensor) -> Tensor:
-        """Sums of E ln E, nearly as they were before E was rounded, whatever 2^k it is relative to.
-
-        The sum s of unrounded ones is known: with c = s over the sum of the rounded ones, that of
-        c E ln (c E) is ``c sum E ln E + s ln c``. This takes back a rounding that all E share, and nearly
-        that of a single E that is nearly all of s. For example, 1,000 equal logits have the entropy ln 1000,
-        however they round.
-        """
-        (logs, stored), s_rest = sums.unbind(1), statistics[:, 1]
-        factor = torch.where(stored > 0, s_rest / stored, 1)
-        return factor * logs + s_rest * factor.log()
 
     def join(self, statistics: Tensor, columns: Tensor, softmax: Softmax) -> Tensor:
         """ln S - sum_j p_j ln(p_j S). Logits are relative to the largest exponent: nothing large cancels."""

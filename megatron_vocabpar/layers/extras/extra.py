@@ -1,17 +1,17 @@
 """An extra: one more number of every token, from a shard's exponentials to the gradient of a loss of it.
 
-    S      keep        a shard's columns, which travel with its statistics
+    S      row_column  a number that the row kernel leaves, or ``keep``, other columns of a shard; they
+                       travel with its statistics
     C1     join        all shards' columns as the number; ``after_join``, where that takes another exchange
     L      deliver     what the loss function gets
     T, TW  gradient    what the number's slope adds to dY; ``add_*_gradient`` where that does not depend on E
 
 Each has a file here, and nothing else knows which there are: S, C1, L and T ask all extras of a call. For
-example the entropy, whose dY has ``logs E ln E``, keeps the sums of E ln E, and its ``curve`` is ``E ln E``;
-the products with W and x are ``output/plain.py``'s.
+example the entropy, whose dY has ``logs E ln E``, has the row kernel's sums of E ln E, and its ``curve`` is
+``E ln E``; the products with W and x are ``output/plain.py``'s.
 
 An extra is of one microbatch, as the divergence holds what the teacher says of it; the others are the same
-object for all. Columns are made of the exponentials that S has stored, so logits are never read again.
-Next: ``entropy.py``; then ``mean.py``, ``target_rank.py``, ``divergence.py``, ``top.py``.
+object for all. Next: ``entropy.py``; then ``mean.py``, ``target_rank.py``, ``divergence.py``, ``top.py``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import exact
+from megatron_vocabpar.layers.kernels.reference import ROW_COLUMNS
 from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax
 from megatron_vocabpar.layers.operands import Tokens
 from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 from megatron_vocabpar.layers.stored import StoredExponentials
-
-Product = Callable[[slice, Tensor], None]
-"""Gets a chunk of tokens and a curve [c, P] of their exponentials, and multiplies it with the weight."""
 
 
 class Exchange(NamedTuple):
@@ -70,7 +68,7 @@ class Extra:
         name: of the number in ``Softmax.extras``, and of its slope in ``Slopes.extras``.
         reports: by each parameter that a loss function may have of it, what its mean is called in a log.
         columns: numbers a token that a shard sends with its statistics.
-        reads_exponentials: whether they must be stored for it.
+        row_column: its only column, of ``kernels.reference.ROW_COLUMNS``; None: ``keep`` makes what it has.
         largest: a power of two above curve(E) / E of every E in fp16: the curve divided by it fits where E
             does. None without a curve that is made of E alone.
     """
@@ -78,30 +76,19 @@ class Extra:
     name: ClassVar[str]
     reports: ClassVar[Mapping[str, str]] = {}
     columns: ClassVar[int] = 0
-    reads_exponentials: ClassVar[bool] = True
+    row_column: ClassVar[str | None] = None
     largest: ClassVar[float | None] = None
-
-    @classmethod
-    def stored_in(cls, dtype: torch.dtype) -> Extra:
-        """The extra for exponentials that S stores in this dtype."""
-        return cls()
 
     def place(self, like: Tensor) -> Tensor:
         """Memory for the number; ``like`` is [n], of the statistics' dtype."""
         return torch.empty_like(like)
 
-    def keep(
-        self, tokens: Tokens, stored: StoredExponentials | None, statistics: Tensor, product: Product | None
-    ) -> Tensor:
-        """[n, columns] of this shard.
+    def check_storage(self, dtype: torch.dtype) -> None:
+        """Raise a ValueError if the extra can't read exponentials that are stored in this dtype."""
 
-        Args:
-            tokens: the microbatch.
-            stored: its exponentials, for an extra that reads them.
-            statistics: [n, 4] of this shard.
-            product: for an input gradient that S computes early; gets every chunk's curve. None: it is late.
-        """
-        return statistics[:, :0]
+    def keep(self, tokens: Tokens) -> Tensor:
+        """[n, columns] of this shard, in the statistics' dtype, where the row kernel doesn't leave them."""
+        raise NotImplementedError
 
     def join(self, statistics: Tensor, columns: Tensor, softmax: Softmax) -> Tensor:
         """The number, from all shards' [R, n, 4] and [R, n, columns] and the softmax."""
@@ -124,7 +111,7 @@ class Extra:
     def gradient(
         self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None
     ) -> Factors | None:
-        """The factors for a slope [n], of exponentials ``exp(Y - k ln 2 - rest)``; None: dY is without E."""
+        """The factors for a slope [n], of ``E = exp(Y - k ln 2 - rest)``; None: dY does not depend on E."""
         return None
 
     def curve(
@@ -144,31 +131,16 @@ class Extra:
         """Add to this shard's dW [P, H] what does not depend on the stored exponentials."""
 
 
-class CurveSum(Extra):
-    """A number that is made of the sum of a curve of E over all ids."""
+def row_columns(extras: Sequence[Extra]) -> tuple[str, ...]:
+    """What the row kernel leaves for these extras."""
+    return tuple(name for name in ROW_COLUMNS if any(extra.row_column == name for extra in extras))
 
-    columns = 1
 
-    def keep(
-        self, tokens: Tokens, stored: StoredExponentials | None, statistics: Tensor, product: Product | None
-    ) -> Tensor:
-        assert stored is not None
-        sums = []
-        for rows in stored.chunks():
-            e = stored.wide(rows)
-            curve = self.of_exponentials(e)
-            sums.append(self.sums(e, curve))
-            if product is not None:
-                product(rows, curve)
-        return self.column(torch.cat(sums), statistics).unsqueeze(1)
-
-    def sums(self, e: Tensor, curve: Tensor) -> Tensor:
-        """[c, ...] of a chunk, for ``column``."""
-        return curve.sum(1)
-
-    def column(self, sums: Tensor, statistics: Tensor) -> Tensor:
-        """[n] what this shard sends, of all chunks' sums [n, ...]."""
-        return sums
+def in_columns(extras: Sequence[Extra]) -> list[Extra]:
+    """The extras that have columns, in the order of these: first those of the row kernel."""
+    order = *ROW_COLUMNS, None
+    sent = [extra for extra in extras if extra.columns]
+    return sorted(sent, key=lambda extra: order.index(extra.row_column))
 
 
 def place_of(statistics: Tensor, extras: Sequence[Extra]) -> Softmax:
@@ -185,13 +157,13 @@ def join(gathered: Tensor, extras: Sequence[Extra] = (), out: Softmax | None = N
 
     Args:
         gathered: [R, n, W + more] the statistics of R shards, in rank order, and their extras' columns.
-        extras: those in the statistics, in their order.
+        extras: those in the statistics.
         out: from ``place_of``, for the result; None allocates.
 
     Raises:
         ValueError: as ``merge_stats``.
     """
-    sent = [] if gathered.dtype == torch.int64 else [extra for extra in extras if extra.columns]
+    sent = [] if gathered.dtype == torch.int64 else in_columns(extras)
     if not sent:
         return merge_stats(gathered, out=out)
     widths = [extra.columns for extra in sent]

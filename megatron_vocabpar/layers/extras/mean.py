@@ -10,12 +10,11 @@ from functools import cached_property
 
 from torch import Tensor
 
-from megatron_vocabpar.layers.extras.extra import Extra, Product
+from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.operands import Tokens
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.layers.stored import StoredExponentials
 
 
 class Mean(Extra):
@@ -31,7 +30,6 @@ class Mean(Extra):
 
     name = "mean"
     columns = 1
-    reads_exponentials = False
 
     def __init__(
         self,
@@ -50,9 +48,7 @@ class Mean(Extra):
         assert self._shard is not None
         return self._weight[: self._shard.valid_rows].sum(0, dtype=result_dtype(self._weight.dtype))
 
-    def keep(
-        self, tokens: Tokens, stored: StoredExponentials | None, statistics: Tensor, product: Product | None
-    ) -> Tensor:
+    def keep(self, tokens: Tokens) -> Tensor:
         weight_sum = self._weight_sum
         return (tokens.x.to(weight_sum.dtype) @ weight_sum).mul_(self._logit_scale).unsqueeze(1)
 

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import LN2_HIGH, LN2_LOW, LOG2_E, whole_exponent
 from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels import reference
-from megatron_vocabpar.layers.kernels.reference import Exponentials, transform_logits_
+from megatron_vocabpar.layers.kernels.reference import E_LOG_E, LARGEST, Exponentials, transform_logits_
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -34,20 +36,23 @@ def exponentials(
     out: Tensor | None = None,
     stats: Tensor | None = None,
     terms: LossTerms = PLAIN,
+    columns: Sequence[str] = (),
 ) -> Exponentials:
     """As ``reference.exponentials``: bit for bit in 16 bits and with a softcap, else to rounding."""
     block = max(1, _BLOCK_BYTES // (logits.element_size() * max(1, logits.shape[1])))
     wide = dtype in (None, logits.dtype) and terms.softcap is None and valid_rows > 0
-    stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
+    stats = logits.new_empty((len(logits), STATS_WIDTH + len(columns))) if stats is None else stats
     slope = None if terms.softcap is None else logits.new_empty(len(logits))
     for rows in row_chunks(logits.shape[0], logits.shape[1], block):
         arguments = logits[rows], target_row[rows], valid_rows, None if offset is None else offset[rows]
         e = None if out is None else out[rows]
         if wide:
             transform_logits_(logits[rows], terms)
-            _direct(*arguments, e, stats[rows])
+            _direct(*arguments, e, stats[rows], columns)
             continue
-        part = reference.exponentials(*arguments, dtype=dtype, out=e, stats=stats[rows], terms=terms)
+        part = reference.exponentials(
+            *arguments, dtype=dtype, out=e, stats=stats[rows], terms=terms, columns=columns
+        )
         if slope is not None and part.target_slope is not None:
             slope[rows] = part.target_slope
     return Exponentials(out, stats, slope)
@@ -60,6 +65,7 @@ def _direct(
     offset: Tensor | None,
     out: Tensor | None,
     stats: Tensor,
+    columns: Sequence[str],
 ) -> None:
     """2^((y - k ln 2) log2 e).
 
@@ -72,7 +78,9 @@ def _direct(
     column = target_row.clamp(0, valid_rows - 1)
     logit, owned = logits.gather(1, column), column == target_row
     logits.scatter_(1, column, logit.masked_fill(owned, -torch.inf))
-    k = whole_exponent(logits.amax(1, keepdim=True)) if offset is None else offset.unsqueeze(1)
+    asked = LARGEST in columns
+    largest = logits.amax(1, keepdim=True) if offset is None or asked else logits[:, :1]
+    k = whole_exponent(largest) if offset is None else offset.unsqueeze(1)
     values = logits if out is None else out
     if float(k.abs().amax()) < _SMALL_OFFSET:
         torch.add(-k, logits, alpha=LOG2_E, out=values)
@@ -80,5 +88,9 @@ def _direct(
         torch.sub(logits, k * LN2_HIGH, out=values)
         torch.add(k * (-LN2_LOW * LOG2_E), values, alpha=LOG2_E, out=values)
     values.exp2_()  # subnormal numbers for ids 2^126 below the largest; the reference has 0
-    target_logit, total = torch.where(owned, logit, 0), values.sum(1, keepdim=True)
-    stats[:, :STATS_WIDTH] = torch.cat((k, total, target_logit, owned), dim=1)
+    numbers = [k, values.sum(1, keepdim=True), torch.where(owned, logit, 0), owned]
+    if E_LOG_E in columns:
+        numbers.append(torch.special.xlogy(values, values).sum(1, keepdim=True))
+    if asked:
+        numbers.append(largest)
+    torch.cat(numbers, dim=1, out=stats)

@@ -10,6 +10,7 @@ Read ``../exponents.py`` first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from megatron_vocabpar.layers.exponents import (
 )
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.numbers import (
-    STATS_WIDTH,
     Gradient,
     RowGradient,
     Softmax,
@@ -50,13 +50,23 @@ later exponent exceeds it by more. Stored values are then up to 2^8, which costs
 """
 
 
+E_LOG_E, LARGEST = "sum of E ln E", "largest logit"
+ROW_COLUMNS = (E_LOG_E, LARGEST)
+"""Further numbers of a row that ``exponentials`` leaves if asked, in the order of their columns.
+
+The sum of unrounded E ln E, and the largest transformed logit; neither counts the target. The largest is
+-inf, or the lowest finite number, of a row without an id; where a logit is NaN it is any number.
+"""
+
+
 class Exponentials(NamedTuple):
     """One shard's exponentials of the logits, without the target.
 
     Attributes:
         e: [n, P] storage dtype, or None if not asked for: ``exp(Y_ij) / 2^k_i``, exactly 0 for the target,
             for padding and for logits 2^126 below the row's largest.
-        stats: [n, 4] as exchanged: the columns below, and 1 if the shard owns the target, else 0.
+        stats: [n, 4] as exchanged: the columns below, and 1 if the shard owns the target, else 0; then those
+            that were asked for.
         target_slope: [n] slope of the softcap at the target's logit, 0 where another shard owns it; None
             without a softcap.
     """
@@ -152,6 +162,7 @@ def exponentials(
     out: Tensor | None = None,
     stats: Tensor | None = None,
     terms: LossTerms = PLAIN,
+    columns: Sequence[str] = (),
 ) -> Exponentials:
     """The S pass between its matrix products: one read of the logits, one write of E.
 
@@ -162,9 +173,10 @@ def exponentials(
         offset: [n] offsets, at least the rows' own (naive: the largest of all shards); None takes those.
         dtype: storage dtype of E, which decides the headroom; None is the dtype of the logits.
         out: [n, P] memory for E, of that dtype or a wider one; None if E is not needed.
-        stats: [n, 4 or more] like the logits, whose first four columns are written; None allocates.
+        stats: [n, 4 + columns] like the logits, which is written; None allocates.
         terms: have scale and softcap of the logits. With a softcap E is multiplied by the cap's slope, which
             every gradient needs; the sums are not.
+        columns: of ``ROW_COLUMNS``, in their order: what is left beside the four numbers.
 
     Returns:
         ``out`` and ``stats`` with the results, which are in the dtype of the logits but for E.
@@ -179,17 +191,25 @@ def exponentials(
     target_logit = take_target_(logits, target_row, valid_rows)
     # 2. y = (q + f) ln 2
     q, r = split_exponent(logits)
+    more = {}
+    if LARGEST in columns:
+        more[LARGEST] = (
+            logits.amax(dim=1) if logits.shape[1] else logits.new_full(target_row.shape, -torch.inf)
+        )
     # 3. the row's offset
     k = row_offset(q, dtype) if offset is None else offset
     # 4. 2^f * 2^(q - k): the second factor is exact
     values = fraction_power(r).mul_(power_of_two(q.sub_(k.unsqueeze(1))))
     # 5. sum the unrounded values, store the rounded ones
     s_rest = values.sum(dim=1)
+    if E_LOG_E in columns:
+        more[E_LOG_E] = torch.special.xlogy(values, values).sum(dim=1)
     if out is not None:
         out.copy_(values if slope is None else values.mul_(slope))
     owner = is_owned(target_row, valid_rows).to(k.dtype)
-    stats = logits.new_empty((len(logits), STATS_WIDTH)) if stats is None else stats
-    stats[:, :STATS_WIDTH].copy_(torch.stack((k, s_rest, target_logit, owner), dim=1))
+    numbers = k, s_rest, target_logit, owner, *(more[name] for name in columns)
+    stats = logits.new_empty((len(logits), len(numbers))) if stats is None else stats
+    stats.copy_(torch.stack(numbers, dim=1))
     return Exponentials(out, stats, target_slope)
 
 

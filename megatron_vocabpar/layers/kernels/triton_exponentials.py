@@ -13,6 +13,7 @@ their blocks. Any other mask of a load would keep the compiler from loading 16 b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers import exponents
 from megatron_vocabpar.layers.kernels.launcher import launched
-from megatron_vocabpar.layers.kernels.reference import HEADROOM, LEEWAY, Exponentials
+from megatron_vocabpar.layers.kernels.reference import E_LOG_E, HEADROOM, LARGEST, LEEWAY, Exponentials
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -113,11 +114,13 @@ def _row_of_exponentials(  # type: ignore[no-untyped-def]
     STORE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CLAMP: tl.constexpr,
+    E_LOG_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One pass: the exponentials are stored, rounded; returns their unrounded sum, and the largest logit."""
+    """One pass: stores rounded E; returns the sums of E and of E ln E, unrounded, and the largest logit."""
     block = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + block
@@ -126,12 +129,14 @@ def _row_of_exponentials(  # type: ignore[no-untyped-def]
         capped = _transform(y, logit_scale, softcap, SOFTCAP=SOFTCAP)
         value = exponential(capped, k, CLAMP=CLAMP)
         total += value
+        if E_LOG_E:
+            weighted += tl.where(value == 0.0, 0.0, value * remainder(capped, k))
         highest = tl.maximum(highest, capped)
         if STORE:
             if SOFTCAP:
                 value = value * _slope(y, logit_scale, softcap)
             tl.store(row_e + column, value.to(row_e.dtype.element_ty), mask=column < columns)
-    return tl.sum(total, axis=0), tl.max(highest, axis=0)
+    return tl.sum(total, axis=0), tl.sum(weighted, axis=0), tl.max(highest, axis=0)
 
 
 @launched(matrices=2, vectors=4)
@@ -139,7 +144,7 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     logits,  # [n, P] fp32
     e,  # [n, P] storage dtype, written if STORE
     target_row,  # [n] int64
-    stats,  # [n, 4] fp32
+    stats,  # [n, 4 to 6] fp32
     offset,  # [n] fp32, read if HAS_OFFSET
     target_slope,  # [n] fp32, written if SOFTCAP
     logits_stride,
@@ -155,6 +160,8 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     PROVISIONAL: tl.constexpr,
     STORE: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    E_LOG_E: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -188,19 +195,23 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     tl.store(row_stats, k)
 
     # 4. and 5. exponentials
-    total, highest = _row_of_exponentials(
+    total, weighted, highest = _row_of_exponentials(
         row_logits, row_e, columns, valid_rows, target, k, logit_scale, softcap,
-        STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=not PROVISIONAL, BLOCK=BLOCK,
+        STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=not PROVISIONAL, E_LOG_E=E_LOG_E, BLOCK=BLOCK,
     )  # fmt: skip
     if PROVISIONAL:  # noqa: SIM102, one condition is the compiler's
         if highest * _LOG2_E - k > _LEEWAY:  # also for +inf
             k = exponent(highest)
             tl.store(row_stats, k)
-            total, _ = _row_of_exponentials(
+            total, weighted, _ = _row_of_exponentials(
                 row_logits, row_e, columns, valid_rows, target, k, logit_scale, softcap,
-                STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=True, BLOCK=BLOCK,
+                STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=True, E_LOG_E=E_LOG_E, BLOCK=BLOCK,
             )  # fmt: skip
     tl.store(row_stats + 1, total)
+    if E_LOG_E:
+        tl.store(row_stats + 4, weighted)
+    if LARGEST:
+        tl.store(row_stats + 4 + E_LOG_E, highest)
 
 
 @cache
@@ -224,28 +235,29 @@ def exponentials(
     out: Tensor | None = None,
     stats: Tensor | None = None,
     terms: LossTerms = PLAIN,
+    columns: Sequence[str] = (),
 ) -> Exponentials:
     """As ``reference.exponentials``, for fp32 logits whose rows are contiguous; they are left as they are."""
-    n, columns = logits.shape
+    n, ids = logits.shape
     e, e_dtype = (logits, None) if out is None else (out, out.dtype)
     (stride, step), (e_stride, e_step) = logits.stride(), e.stride()
     assert logits.dtype == torch.float32, logits.dtype
-    assert step == e_step == 1 or columns <= 1, (logits.stride(), e.stride())
-    stats = logits.new_empty((n, STATS_WIDTH)) if stats is None else stats
+    assert step == e_step == 1 or ids <= 1, (logits.stride(), e.stride())
+    stats = logits.new_empty((n, STATS_WIDTH + len(columns))) if stats is None else stats
     softcap, headroom = terms.softcap, HEADROOM.get(logits.dtype if dtype is None else dtype, 0)
     slope = None if softcap is None else logits.new_empty(n)
     if n:
-        block, given = _block_of(columns, softcap is not None), stats if offset is None else offset
+        block, given = _block_of(ids, softcap is not None), stats if offset is None else offset
         _exponentials_kernel(
             (n, 1),
             (logits, e, target_row.contiguous(), stats, given, stats if slope is None else slope),
             (),
-            (stride, e_stride, stats.stride(0), given.stride(0), columns, valid_rows,
+            (stride, e_stride, stats.stride(0), given.stride(0), ids, valid_rows,
              float(terms.logit_scale), 1.0 if softcap is None else float(softcap)),
             # Storage without headroom has fp32's exponents. E in the logits' place leaves no second pass.
             (headroom, offset is not None,
              offset is None and not headroom and e_dtype != torch.float32,
-             out is not None, softcap is not None, block),
+             out is not None, softcap is not None, E_LOG_E in columns, LARGEST in columns, block),
             8 if block >= 2048 else 4,
         )  # fmt: skip
     return Exponentials(out, stats, slope)

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.extras.extra import Extra, Product
+from megatron_vocabpar.layers.extras.extra import Extra, in_columns, row_columns
 from megatron_vocabpar.layers.gemm import exact, result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import row_gradient
 from megatron_vocabpar.layers.numbers import (
@@ -195,7 +195,7 @@ def output_forward(
             ``shard_targets`` finds of them, which on a GPU waits for the device.
         shard: the rows that ``weight`` holds.
         options: how to compute, and what to keep.
-        extras: the further numbers; one that reads exponentials needs ``keep_state``.
+        extras: the further numbers.
         e: [n, P] memory for the exponentials in the operands' dtype (with ``fp8_weight`` its recipe's
             storage), such as that of a microbatch that is done; None allocates.
 
@@ -217,9 +217,13 @@ def passes_of(
     dtype, keep = result_dtype(x.dtype), options.keep_state
     e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
-    stats = torch.empty((x.shape[0], STATS_WIDTH), dtype=dtype, device=x.device)
+    for extra in extras:
+        extra.check_storage(tokens.storage)
+    asked = row_columns(extras)
+    stats = torch.empty((x.shape[0], STATS_WIDTH + len(asked)), dtype=dtype, device=x.device)
     slopes, true_rows = [], tokens.true_rows(weight)
-    for rows, part in tokens.exponentials_with(weight, e=e, transient=a is not None, stats=stats):
+    parts = tokens.exponentials_with(weight, e=e, transient=a is not None, stats=stats, columns=asked)
+    for rows, part in parts:
         slopes.append(part.target_slope)
         if a is not None and e is None and part.e is not None:
             tokens.input_gradient(part.e, true_rows, a[rows])
@@ -227,26 +231,22 @@ def passes_of(
         tokens.input_gradient(e, true_rows, a)  # in one product: a chunk's is too small to fill a GPU
     products = {} if a is None else {_E: a}
     state = OutputState(tokens, weight, stats, e, joined_slopes(slopes), products, extras)
-    columns = [stats]
-    for extra in extras:
-        stored, product = state.stored if extra.reads_exponentials else None, None
-        if a is not None and extra.name in options.gradients:
-            products[extra.name] = a.new_empty(a.shape)
-            product = _product_of(state, extra)
-        columns.append(extra.keep(tokens, stored, stats, product))
-    return state if keep else None, torch.cat(columns, 1) if extras else stats
+    if a is not None:
+        early = [extra for extra in extras if extra.name in options.gradients]
+        products |= {extra.name: _product_of(state, extra) for extra in early}
+    own = [extra.keep(tokens) for extra in in_columns(extras) if extra.row_column is None]
+    return state if keep else None, torch.cat([stats, *own], 1) if own else stats
 
 
-def _product_of(state: OutputState, extra: Extra) -> Product:
-    """Writes the products of an extra's curve into their place: of the curve divided by ``largest``."""
-    out, largest, weight = state.products[extra.name], extra.largest, state.tokens.true_rows(state.weight)
+def _product_of(state: OutputState, extra: Extra) -> Tensor:
+    """[n, H] an extra's curve of E times the weight; the curve is rounded when divided by ``largest``."""
+    stored, weight, largest = state.stored, state.tokens.true_rows(state.weight), extra.largest
     assert largest is not None
-
-    def product(rows: slice, curve: Tensor) -> None:
-        state.tokens.input_gradient(curve.div_(largest).to(state.stored.e.dtype), weight, out[rows])
-        out[rows].mul_(largest)
-
-    return product
+    out = state.x.new_empty(state.x.shape, dtype=state.k.dtype)
+    for rows in stored.chunks():
+        curve = extra.of_exponentials(stored.wide(rows)).div_(largest)
+        state.tokens.input_gradient(curve.to(stored.e.dtype), weight, out[rows])
+    return out.mul_(largest)
 
 
 Curves = list[tuple[Extra, Tensor]]

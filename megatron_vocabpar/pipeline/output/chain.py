@@ -66,13 +66,13 @@ class OutputChain:
         terms = options.terms if self.training else replace(options.terms, distillation=None)
         self.terms: LossTerms = compat.with_mup_scale(terms, iteration.call.config)
         self.weight = model.output_weight
-        self.metrics = [_metric(name, self.weight.dtype) for name in options.metric_names]
+        self.metrics = [_metric(name) for name in options.metric_names]
         self.gradients = options.gradients if self.training else ()
         self.detached = bool(getattr(iteration.call.config, "mtp_detach_heads", False))
         self.spare = SpareExponentials()
         self._ones = torch.ones(0)
         self._constant = _extras_of(self)
-        self.options = _shard_options(self, self._constant)
+        self.options = _shard_options(self)
         self.forward = _forward_of(self)
 
     def rehearse(self) -> None:
@@ -162,14 +162,14 @@ class OutputChain:
         return parts
 
 
-def _metric(name: str, dtype: torch.dtype) -> Extra:
+def _metric(name: str) -> Extra:
     """The extra of a metric, which is in its file alone: entropy in ``layers/extras/entropy.py``."""
-    extra: Extra = resolve_name(f"{modules.__name__}.{METRICS[name].extra}").stored_in(dtype)
+    extra: Extra = resolve_name(f"{modules.__name__}.{METRICS[name].extra}")()
     return extra
 
 
 def _extras_of(chain: OutputChain) -> tuple[Extra, ...]:
-    """The further numbers of every microbatch; the order is that of their columns."""
+    """The further numbers of every microbatch."""
     call, options = chain.iteration.call, chain.iteration.rank.output_options
     weight, shard = chain.weight.detach(), chain.model.shard.range
     found: list[Extra] = []
@@ -179,19 +179,19 @@ def _extras_of(chain: OutputChain) -> tuple[Extra, ...]:
     logs = chain.training and heads.logs_acceptance(call.config) and options.keeps_exponentials
     ranks = PassType.R in chain.method.passes or (logs and PassType.S2 not in chain.method.passes)
     if ranks and TargetRank.name not in (extra.name for extra in found):
-        found.append(TargetRank(weight.dtype))
+        found.append(TargetRank())
     if chain.training and options.top_logprobs:
         found.append(Top(options.top_logprobs))
     return tuple(found)
 
 
-def _shard_options(chain: OutputChain, extras: Sequence[Extra]) -> ShardOptions:
+def _shard_options(chain: OutputChain) -> ShardOptions:
     options = chain.iteration.rank.output_options
     early = chain.early or bool(chain.method.in_step)
     return ShardOptions(
         # A distillation's needs the softmax, so the product comes after the statistics.
         with_input_gradient=early and chain.terms.distillation is None,
-        keep_state=chain.training or any(extra.reads_exponentials for extra in extras),
+        keep_state=chain.training or PassType.R in chain.method.passes,
         recompute=options.recompute,
         rows_per_chunk=options.rows_per_chunk,
         terms=chain.terms,
