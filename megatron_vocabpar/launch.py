@@ -15,12 +15,14 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
-    """Run the script ``argv[0]`` with the arguments ``argv[1:]``; a ValueError if it is not a file."""
+    """Run the script ``argv[0]`` with the arguments ``argv[1:]``; a SystemExit with 2 if it is not a file."""
     if not argv or not Path(argv[0]).is_file():
-        raise ValueError(
-            f"{argv[0] if argv else 'no script'}: not a file; give the path of Megatron-LM's "
-            "pretrain_gpt.py, then its arguments"
+        print(
+            f"megatron_vocabpar.launch: error: {argv[0] if argv else 'no script'}: not a file; give the path "
+            "of Megatron-LM's pretrain_gpt.py, then its arguments",
+            file=sys.stderr,
         )
+        sys.exit(2)
     script = Path(argv[0]).resolve()
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.parent))

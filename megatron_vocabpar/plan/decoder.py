@@ -23,6 +23,10 @@ from typing import Self
 from megatron_vocabpar.plan.pattern import ATTENTION, layers_in
 
 
+MOST_LAYERS = 4096
+"""Layers of a model that are counted one by one; the deepest that is published has 126."""
+
+
 @dataclass(frozen=True)
 class Decoder:
     """A decoder.
@@ -233,3 +237,11 @@ def _attention_weights(model: Decoder, part: str) -> int:
 def mlp_weights(model: Decoder) -> int:
     """Weights of an MLP for each unit of its width."""
     return (3 if model.gated else 2) * model.hidden
+
+
+def check_layers(count: int) -> None:
+    """Refuse a number of layers that is too large to count them one by one, by ValueError."""
+    if count > MOST_LAYERS:
+        raise ValueError(
+            f"{count:,} layers: a plan counts at most {MOST_LAYERS:,}; give the model's own number"
+        )

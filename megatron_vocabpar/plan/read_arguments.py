@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_vocabpar.plan.decoder import check_layers
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
@@ -67,6 +68,7 @@ def model_from_arguments(given: Given) -> Model:
     experts = number("num-experts", 0) if "num-experts" in given else 0
     window, windowed = _window(given)
     parts = layers_in(written)
+    check_layers(len(parts) or number("num-layers"))
     if written:
         check_pattern(written)
         given.text("num-layers")  # the pattern says it

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_vocabpar.names import nearest
 from megatron_vocabpar.plan.config_keys import INSTEAD, ConfigKeys
+from megatron_vocabpar.plan.decoder import check_layers
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.model_types import ModelType, model_type_of
 from megatron_vocabpar.plan.pattern import check_pattern
@@ -80,7 +81,8 @@ def load_config(path: str, seq_length: int | None) -> Model:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("text_config", data), dict):
         raise ValueError(f"{path} must hold one JSON object, a Hugging Face config.json")
-    longest = data.get("text_config", data).get("max_position_embeddings") or _DEFAULT_LENGTH
+    longest = data.get("text_config", data).get("max_position_embeddings")
+    longest = _DEFAULT_LENGTH if longest is None else longest
     if not isinstance(longest, int) or longest < 1:
         raise ValueError(f"{path}: max_position_embeddings: {longest!r}; give a whole number of at least 1")
     length = min(_DEFAULT_LENGTH, longest) if seq_length is None else seq_length
@@ -183,6 +185,7 @@ def _layers(keys: ConfigKeys, kind: ModelType, experts: int) -> list[str]:
             keys.size("layers_block_type")
         return list(written or "*") if not blocks else [_single_part(word) for word in blocks]
     count = keys.size(*_LAYERS)
+    check_layers(count)
     mixers = _mixers(keys, kind, count)
     sparse = _sparse(keys, count) if experts > 1 else [False] * count
     if len(mixers) != count or len(sparse) != count:
@@ -291,7 +294,9 @@ def _windowed(keys: ConfigKeys, count: int) -> float:
     used, first = keys.value("use_sliding_window"), keys.size("max_window_layers", default=0)
     if types:
         return sum(word in _WINDOWED for word in types) / len(types)
-    if isinstance(pattern, str) and pattern:
+    if isinstance(pattern, str):
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise ValueError(f"sliding_window_pattern: {pattern!r}; give a whole number, or letters L and G")
         return pattern.count("L") / len(pattern)
     if pattern:
         return 1.0 - 1.0 / pattern

@@ -142,13 +142,14 @@ ARGUMENTS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-lengt
 
 def plan() -> Iterator[BadInput]:
     for flags, says in {
-        "": "give one model", "--preset x": "--preset x: choose one of gemma-2-9b", "--preset gemma-2-9b --hardware V100": "choose one of A100, H100, H200, H800",
+        "": "nothing given for the model; give one of", "--preset x": "--preset x: choose one of gemma-2-9b", "--preset gemma-2-9b --hardware V100": "choose one of A100, H100, H200, H800",
         "--preset gemma-2-9b --pp 0": "pp|pipeline", "--preset gemma-2-9b --tp 0": "tp|tensor", "--preset gemma-2-9b --dp 0": "dp|data",
         "--preset gemma-2-9b --ep 3": "expert parallel size 3 does not divide d x t x c = 1 x 1 x 1 = 1; choose 1", "--preset gemma-2-9b --microbatches 0": "microbatch",
         "--preset gemma-2-9b --micro-batch-size 0": "micro", "--preset gemma-2-9b --seq-length 0": "--seq-length 0",
         "--preset gemma-2-9b --memory-gib nan": "memory-gib", "--preset gemma-2-9b --memory-gib -1": "memory-gib",
         "--preset gemma-2-9b --memory-gib inf": "memory-gib",
-        "--preset gemma-2-9b --pp x": "--pp", "--preset gemma-2-9b --pp 1000": "pp|pipeline|layers", "--preset gemma-2-9b --config y": "give one model",
+        "--preset gemma-2-9b --pp x": "--pp", "--preset gemma-2-9b --pp 1000": "pp|pipeline|layers", "--preset gemma-2-9b --config y": "--preset and --config given for the model; give one of",
+        "--preset gemma-2-9b --costs /dev/zero": "more than 256 MiB", f"-- {ARGUMENTS.replace('layers 4', 'layers 1000000000')}": "at most 4,096",
         "--preset gemma-2-9b --costs {}/none.json": "none.json", "--script {}/none.sh": "none.sh", "--config {}/none.json": "none.json",
         f"-- {ARGUMENTS.replace('64', '0')}": "whole number", f"-- {ARGUMENTS.replace('--vocab-size 1000', '')}": "--vocab-size",
         f"-- {ARGUMENTS} --num-experts x": "--num-experts", "-- --num-layers": "no --hidden-size|whole number",
@@ -159,6 +160,7 @@ def plan() -> Iterator[BadInput]:
     for name, changes in {
         "no-size": {"hidden_size": None}, "zero": {"hidden_size": 0}, "text": {"vocab_size": "x"}, "float": {"num_hidden_layers": 1.5},
         "truth": {"num_attention_heads": True}, "negative": {"intermediate_size": -1}, "experts-text": {"num_experts": "x", "num_experts_per_tok": 2},
+        "layers": {"num_hidden_layers": 10**9}, "unread": {"num_new_experts": 4}, "kind": {"model_type": "llama5"}, "no-kind": {"model_type": None},
         "position-text": {"max_position_embeddings": "x"}, "position-zero": {"max_position_embeddings": 0}, "text-config": {"text_config": 5},
         "window-text": {"sliding_window": "x", "use_sliding_window": True}, "types-number": {"sliding_window": 5, "layer_types": 7},
         "pattern-text": {"sliding_window": 5, "sliding_window_pattern": "x"}, "lora-text": {"kv_lora_rank": "x"},
@@ -167,7 +169,7 @@ def plan() -> Iterator[BadInput]:
         yield BadInput(f"plan-config-{name}", "plan --pp 2 --microbatches 4 --config {}/x.json", "x.json", {"x.json": changed(MODEL, **changes)})
     yield BadInput("plan-script-binary", "plan --script {}/x.sh", "x.sh", {"x.sh": b"\xff\0"})
     yield BadInput("plan-script-folder", "plan --script {}/x.sh", "x.sh", {"x.sh": None})
-    yield BadInput("plan-script-empty", "plan --script {}/x.sh", "give one model|no --num-layers", {"x.sh": ""})
+    yield BadInput("plan-script-empty", "plan --script {}/x.sh", "no command has Megatron's arguments", {"x.sh": ""})
 
 
 def paper() -> Iterator[BadInput]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
 
+_MOST_BYTES = 256 << 20
+
 _short = Repr()
 _short.maxstring = _short.maxother = 60
 
@@ -22,10 +24,14 @@ def text_of(path: str | Path, what: str) -> str:
     """A file's text; ``what`` names the file in messages, such as "the schedule x.json".
 
     Raises:
-        ValueError: if it cannot be read, or is not text.
+        ValueError: if it cannot be read, is not text, or has more than 256 MiB, as ``/dev/zero`` has.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"cannot read {what}: it has more than 256 MiB; give a file of text")
+        return data.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"cannot read {what}: {reason}; give a file of text") from error
