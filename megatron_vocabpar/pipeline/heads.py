@@ -120,6 +120,9 @@ def all_losses(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.
 def embedded_tokens(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
     """Token ids ``[1 + D, b, s]``: those that the first stage embeds, then those of each further head."""
     inner: Any = unwrap_model(model)
+    if depths(inner.config) == 0:
+        assert call.input_ids is not None
+        return call.input_ids.unsqueeze(0)
     arguments = _arguments(inner, call)
     ids = [arguments["input_ids"]]
     group = parallel_state.get_context_parallel_group()
@@ -135,6 +138,8 @@ def head_labels(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
     """Target ids ``[1 + D, b, s]`` of all heads."""
     inner: Any = unwrap_model(model)
     assert call.labels is not None
+    if depths(inner.config) == 0:
+        return call.labels.unsqueeze(0)
     heads = _Heads(inner, call.labels.new_ones((1 + depths(inner.config), *call.labels.shape)).float(), False)
     heads.main_loss(call)
     return torch.stack([heads.labels[-1], *heads.labels[:-1]])
@@ -259,8 +264,6 @@ class _Heads:
     def main_loss(self, call: ModelCall) -> torch.Tensor:
         k, b, s = self._losses.shape
         arguments = _arguments(self._model, call)
-        if k == 1:
-            return self.compute_language_model_loss(arguments["labels"], self._losses.new_zeros(s, b, 1))
         arguments["hidden_states"] = self._losses.new_zeros(k * s, b, 1)
         if _PROCESS is None:
             postprocess = type(self._model)._postprocess

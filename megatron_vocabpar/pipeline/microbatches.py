@@ -136,6 +136,8 @@ class Microbatches(dict[int, Microbatch]):
         self._embedding_ranks = embedding_ranks
         self._parts = parts
         self._stops = np.array([shard.stop for shard in ranges])
+        sizes = {shard.rows for shard in ranges}
+        self._even = sizes.pop() if len(sizes) == 1 else None
 
     def labels(self, i: int) -> torch.Tensor:
         """Target ids ``[1 + D, b, s]`` of a microbatch, on the device."""
@@ -148,6 +150,8 @@ class Microbatches(dict[int, Microbatch]):
         positions 0 and 1, so the order is 0 4 1 5, then 2 6 3 7.
         """
         k, b, _ = self.shapes[i]
+        if b == k == 1:
+            return values.reshape(-1)
         return values.view(k, b, self._parts, -1).permute(2, 0, 3, 1).reshape(-1)
 
     def of_main_head(self, i: int) -> torch.Tensor:
@@ -160,6 +164,8 @@ class Microbatches(dict[int, Microbatch]):
     def from_rows(self, i: int, rows: torch.Tensor) -> torch.Tensor:
         """The reverse of ``rows``: ``[1 + D, b, s]``, contiguous: loss functions flatten it."""
         k, b, s = self.shapes[i]
+        if b == k == 1:
+            return rows.view(1, 1, s)
         return rows.view(self._parts, k, -1, b).permute(1, 3, 0, 2).reshape(k, b, s).contiguous()
 
     def __missing__(self, i: int) -> Microbatch:
@@ -182,17 +188,18 @@ class Microbatches(dict[int, Microbatch]):
     def _plan(self, i: int) -> Microbatch:
         """Plan on the host, in numpy, where torch would take several times as long; ship all in one copy."""
         shard, sets = self._ranges[self._member], list(self._sets(i))
-        plans = [plan_input(ids.ravel(), self._stops) for _, ids in sets]
+        plans = [plan_input(ids.ravel(), self._stops, self._even) for _, ids in sets]
         owned = [
             ids.ravel()[plan.positions(self._member)] for (_, ids), plan in zip(sets, plans, strict=True)
         ]
         rows = (np.concatenate(owned) if len(owned) > 1 else owned[0]) - shard.start
         labels, counted, of_parts = self._counted(i)
         targets = labels - shard.start  # as ``shard_targets`` finds them
-        outside = targets.view(np.uint64) >= shard.valid_rows  # where numbers below 0 are large ones
-        targets[outside] = -1
-        tokens = np.flatnonzero(~outside)
-        flat = [rows, _sorting(rows, shard), targets, tokens[_sorting(targets[tokens], shard)]]
+        tokens = (targets.view(np.uint64) < shard.valid_rows).nonzero()[0]  # numbers below 0 are large ones
+        inside = targets.take(tokens)
+        targets.fill(-1)
+        targets[tokens] = inside
+        flat = [rows, _sorting(rows, shard), targets, tokens.take(_sorting(inside, shard))]
         flat += ([] if counted is None else [counted]) + [plan.order for plan in plans]
         owned_rows, by_row, *placed = to_device(flat, self._device)
         embedded = tuple(

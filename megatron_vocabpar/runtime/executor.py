@@ -82,7 +82,7 @@ def execute(
             raise InstructionError(rank, instruction, cause) from cause
 
     for instruction, inside in split_late(instructions, late):
-        if not between.knows(instruction):
+        if not inside or not between.knows(instruction):
             for launch in inside:
                 run(launch)
             run(instruction)

@@ -385,9 +385,13 @@ def to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Sequ
 
     Each begins at a multiple of 16 bytes: a kernel is compiled anew for an address that is none.
     """
-    pieces = [piece for array in arrays for piece in (array, array[: len(array) % 2])]
+    pieces, places = [], []
+    for array in arrays:
+        places.append(len(pieces))
+        pieces += [array, array[:1]] if len(array) % 2 else [array]
     sizes = [len(piece) for piece in pieces]
     staged = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type != "cpu")
     np.concatenate(pieces, out=staged.numpy())
-    # The host's allocator keeps the staged memory until the copy is done.
-    return staged.to(device, non_blocking=True).split(sizes)[::2]
+    # The host's allocator keeps the staged memory until the copy is done. ``split`` would take twice as long.
+    there = staged.to(device, non_blocking=True).split_with_sizes(sizes)
+    return [there[place] for place in places]

@@ -34,6 +34,7 @@ class OutputCollectives(LayerHandlers):
     def __init__(self, chain: OutputChain) -> None:
         super().__init__(chain.iteration)
         self.chain = chain
+        self._exchange = Exchange(partial(all_gather, self.groups), partial(all_reduce, self.groups))
 
     def reduce_maximum(self, instruction: Comm) -> None:
         """naive's C1: the maximal offset of every token."""
@@ -63,7 +64,7 @@ class OutputCollectives(LayerHandlers):
             assert state is not None
             parts = (1 + len(chain.gradients),) if chain.gradients else ()
             hidden_grad = state.x.new_empty((*parts, *state.x.shape), dtype=place.total.dtype)
-        exchange, to_last = Exchange(partial(all_gather, self.groups), self._all_reduce), self._to_last(i)
+        exchange, to_last = self._exchange, self._to_last(i)
 
         def run() -> Joined:
             softmax = join(exchange.gather(sent.statistics), extras, place)
@@ -87,16 +88,13 @@ class OutputCollectives(LayerHandlers):
     def sum_counts(self, instruction: Comm) -> None:
         """C2 of an evaluation: every target's rank, from the counts of all shards."""
         counts = self.buffers.take(_of(PassType.R, instruction), COUNTS)
-        event = self.rank.side_stream.submit(partial(self._all_reduce, counts))
+        event = self.rank.side_stream.submit(partial(self._exchange.total, counts))
         self.hand_on(instruction, ARRIVAL, event)
 
     def _to_last(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """What sums rows over all ranks for the last stage's B."""
         counts = self.microbatches[i].counts if self.iteration.sequence_shards > 1 else None
         return partial(reduce_rows, self.groups, stage=self.rank.placement.last_rank, counts=counts)
-
-    def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return all_reduce(self.groups, tensor)
 
 
 def _of(type_: PassType, instruction: Comm) -> Pass:

@@ -64,10 +64,11 @@ class HiddenStates(LayerHandlers):
 
         The rows of this rank's part of the sequence, made for gradients of 1, are scaled by the true ones.
         """
-        grad, scales = self._unscaled(i)
+        rows, scales = self._unscaled(i)
         counts, part = self.microbatches[i].counts, self._part
-        rows = grad.split(counts, -2)[part]
-        scales = scales.split(counts, -1)[part].reshape(*rows.shape[:-1], 1)
+        if len(counts) > 1:
+            rows, scales = rows.split(counts, -2)[part], scales.split(counts, -1)[part]
+        scales = scales.reshape(*rows.shape[:-1], 1)
         if rows.dim() == 3:
             rows = rows.mul_(scales).sum(0).to(dtype)
         else:  # and rounded in the same pass
