@@ -1,6 +1,6 @@
 """The input layer on vocabulary shards: passes IF and IB.
 
-Every rank knows the token ids, so all derive one plan: which rank owns each token, and in which order the
+Every rank has the token ids, so all derive one plan: which rank owns each token, and in which order the
 rows travel. A rank looks up, sends and gets gradients for its own rows alone, n/p on average; in the
 published scheme every rank builds and all-reduces a dense [n, H]. For example, ids (5, 0, 4, 1) on shards [0,
 3) and [3, 6) have the order (1, 3, 0, 2) with counts (2, 2).

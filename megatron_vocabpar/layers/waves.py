@@ -55,8 +55,8 @@ def machine_of(device: torch.device) -> Machine:
     """The figures of a CUDA device; an H200's for a device that can't be asked."""
     if device.type != "cuda":
         return H200
-    found = torch.cuda.get_device_properties(device)
-    return Machine(found.multi_processor_count, found.L2_cache_size)
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(properties.multi_processor_count, properties.L2_cache_size)
 
 
 def product_seconds(m: int, n: int, k: int, machine: Machine = H200) -> float:

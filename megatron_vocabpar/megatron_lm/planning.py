@@ -25,7 +25,7 @@ from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.flags import FLAGS
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.pipeline import heads
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.tuning.kept_plan import (
     PLAN_FILE,
     digest,
@@ -130,7 +130,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         device,
         options=config.options,
         make_plan=plans,
-        listeners=Listeners(
+        callbacks=Callbacks(
             timeline=timeline,
             not_finite=_report if args.check_for_nan_in_loss_and_grad else None,
             untested=lambda _: None,  # the door has listed it

@@ -131,8 +131,8 @@ def loss_and_gradient(
     if not loss.requires_grad:
         return store, num_tokens, torch.zeros_like(leaf), {}
     grad, *more = torch.autograd.grad(loss, leaves, allow_unused=len(leaves) > 1)
-    found = {name: each for name, each in zip(names, more, strict=True) if each is not None}
-    return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, found
+    of_values = {name: slope for name, slope in zip(names, more, strict=True) if slope is not None}
+    return store, num_tokens, torch.zeros_like(leaf) if grad is None else grad, of_values
 
 
 @contextmanager

@@ -73,14 +73,14 @@ def vocab_groups(timeout: timedelta | None = None, channels: int | None = None) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listeners:
-    """Who hears what happens in an iteration.
+class Callbacks:
+    """Functions that are called when something happens in an iteration.
 
     Attributes:
         observers: context managers around every instruction, in addition to the range that a profiler sees.
         timeline: records when each instruction runs, while it is started.
         not_finite: called with a line on the loss function's rank if a loss of a partitioned output layer is
-            not finite; None: nobody looks.
+            not finite; with None losses are not checked.
         untested: called on rank 0 with a text that lists what is asked for and has not been run.
     """
 
@@ -90,7 +90,7 @@ class Listeners:
     untested: Callable[[str], None] = warnings.warn
 
 
-_NOBODY = Listeners()
+_NO_CALLBACKS = Callbacks()
 
 
 class ForwardBackward:
@@ -106,7 +106,7 @@ class ForwardBackward:
         make_plan: from a number of microbatches to a plan of this method for this pipeline, the same on
             every rank; by default 1F1B with the paper's proportions of pass times.
         mtp_depths: of multi-token prediction, for the default plans.
-        listeners: who hears what happens.
+        callbacks: what is called when something happens.
 
     Raises:
         ValueError: for options that cannot be combined with each other or with the method (``rules/``),
@@ -122,21 +122,21 @@ class ForwardBackward:
         options: VocabOptions = DEFAULTS,
         make_plan: Callable[[int], Plan] | None = None,
         mtp_depths: int = 0,
-        listeners: Listeners = _NOBODY,
+        callbacks: Callbacks = _NO_CALLBACKS,
     ) -> None:
         self.method = method_named(method)
-        self._untested = listeners.untested
+        self._untested = callbacks.untested
         require(Facts(options=options, method=self.method), OPTIONS, tell=self._tell)
         self.options = options
         if options.fp8_head:
             check_device(device)
-        self._not_finite = listeners.not_finite
+        self._not_finite = callbacks.not_finite
         self.groups = groups
         self.device = device
         costs = PassCosts.default(groups.pipeline, mtp_depths)
         self._make_plan = make_plan or partial(generate_plan, self.method, groups.pipeline, costs=costs)
-        self._timeline = timeline = listeners.timeline
-        self._observers = listeners.observers
+        self._timeline = timeline = callbacks.timeline
+        self._observers = callbacks.observers
         self._side_stream = side_stream(device, COLLECTIVES)
         if timeline is not None:
             self._side_stream = timeline.watch(self._side_stream, COLLECTIVES)
@@ -145,7 +145,7 @@ class ForwardBackward:
         warm_up(groups, device)
         self._plans: dict[int, Plan] = {}
         self._layers: WeakKeyDictionary[torch.nn.Module, ChunkLayers] = WeakKeyDictionary()
-        self._rehearsed = why_not_triton(device, torch.float32) is not None  # where nothing is compiled
+        self._warmed_up = why_not_triton(device, torch.float32) is not None  # where nothing is compiled
         self._graphs = LayerGraphs()
         self._engine_graphs = EngineGraphs()
 
@@ -296,9 +296,9 @@ class ForwardBackward:
             rank = self._rank(schedule, options)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             chain = None if model_with_shards is None else OutputChain(iteration, model_with_shards)
-            if chain is not None and not (call.forward_only or self._rehearsed):
-                chain.rehearse()
-                self._rehearsed = True
+            if chain is not None and not (call.forward_only or self._warmed_up):
+                chain.warm_up()
+                self._warmed_up = True
             handlers, finish = handlers_of(iteration, chain, weight_gradients)
             # Graphs of layers hide the layers: communication is launched before the pass.
             late = NONE_LATE if Facts(settings=call.config).captures_layers else plan.late

@@ -57,7 +57,7 @@ class SameEmbedding(torch.nn.Module):
 
 @contextmanager
 def none_in(config: Any) -> Iterator[None]:
-    """In this context Megatron knows of no further heads."""
+    """In this context Megatron sees no further heads."""
     depths_, config.mtp_num_layers = config.mtp_num_layers, None
     try:
         yield
@@ -198,7 +198,7 @@ def _acceptance_counts(wins: torch.Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def logging_known_rates() -> Iterator[None]:
-    """In this context Megatron leaves acceptance rates that nobody has counted out of its log."""
+    """In this context Megatron leaves uncounted acceptance rates out of its log."""
     helper = multi_token_prediction.MTPLossLoggingHelper
     stock = vars(helper)["track_mtp_metrics"]  # a static method, before 0.19 a function
     track = helper.track_mtp_metrics

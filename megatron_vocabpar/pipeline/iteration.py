@@ -71,13 +71,13 @@ class Rank:
     @cached_property
     def takers(self) -> Mapping[CommType, int]:
         """How many of this rank's passes take what a collective carries."""
-        found = {}
+        takers = {}
         for type_ in self.method.collectives:
             # L runs on one rank, as does the B that waits. On the same rank B takes L's gradient, not CG's.
             last_backward = self.is_last and not (type_ is CommType.CG and self.has_loss)
             runs_here = {PassType.L: self.has_loss, PassType.B: last_backward}
-            found[type_] = sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
-        return found
+            takers[type_] = sum(runs_here.get(pass_, True) for pass_ in self.method.waiting_for(type_))
+        return takers
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Iteration:
     """The state of one forward-backward call on one rank.
 
     Attributes:
-        microbatches: what every rank knows of each microbatch, by number. Empty for baseline and redis with
-            the loss in the last stage: there Megatron's own code knows enough.
+        microbatches: the ids and plans of every microbatch, by number. Empty for baseline and redis with
+            the loss in the last stage: there Megatron's own code needs none.
         recorded: by stage and microbatch, the calls of ``forward_step`` that stages of this rank replay; for
             other stages F calls it.
         with_loss: by microbatch, the calls with labels and loss function, where this rank has them.

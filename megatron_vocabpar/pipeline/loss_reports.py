@@ -94,11 +94,11 @@ class LossReports:
             loss_func=recorded.loss_func,
             collect_non_loss_data=call.collect_non_loss_data,
         )
-        others = {self._means[name]: value for name, value in values.items() if name not in taken}
-        if others and not call.collect_non_loss_data:
+        unrequested = {self._means[name]: value for name, value in values.items() if name not in taken}
+        if unrequested and not call.collect_non_loss_data:
             why = f"it takes {' and '.join(taken)}" if taken else ""
             asked = [name for name in values if name not in taken]
-            metrics, linear = _with_metrics(reported[0], recorded.loss_func, others, asked, why)
+            metrics, linear = _with_metrics(reported[0], recorded.loss_func, unrequested, asked, why)
             self._noted.linear[i] = linear
             reported = [metrics]
         iteration.reported.extend(reported)

@@ -45,7 +45,7 @@ class EmbeddedTokens:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What every rank knows of one microbatch.
+    """The ids and the plan of one microbatch, on every rank.
 
     The output layer gets only the ``n`` rows that count: those whose label is a true id, in the order of
     ``Microbatches.rows``, or the first row if there are none. Losses and gradients of the others are 0.
@@ -98,7 +98,7 @@ class Microbatches(dict[int, Microbatch]):
     """The microbatches of an iteration by number, planned when first asked for, freed when their passes end.
 
     Planning needs only the host, and happens while the device works on what is queued. Its results go to the
-    device in one copy, for which nobody waits. All ids stay on the host: 16 bytes a token.
+    device in one copy, for which the host does not wait. All ids stay on the host: 16 bytes a token.
 
     Args:
         shapes: ``(1 + D, b, s)`` of each.
@@ -207,8 +207,8 @@ class Microbatches(dict[int, Microbatch]):
             for (rank, ids), plan, order in zip(sets, plans, placed[-len(plans) :], strict=True)
         )
         places = None if counted is None else placed[2]
-        here = ShardTargets(*placed[:2])
-        return Microbatch(self.shapes[i], embedded, owned_rows, by_row, places, of_parts, here)
+        in_shard = ShardTargets(*placed[:2])
+        return Microbatch(self.shapes[i], embedded, owned_rows, by_row, places, of_parts, in_shard)
 
     def _sets(self, i: int) -> Iterator[tuple[int, Ids]]:
         """Token ids ``[k, b, s]``, by the pipeline rank that embeds them."""

@@ -134,7 +134,7 @@ def _tokens(recorded: ModelCall, call: Call) -> torch.Tensor:
 def _labels(recorded: ModelCall, call: Call, vocab_size: int | None) -> torch.Tensor:
     """Target ids ``[1 + D, b, s]`` of all heads.
 
-    Of a partitioned vocabulary, masked labels outside it become ``IGNORED``: nobody reads their losses. The
+    Of a partitioned vocabulary, masked labels outside it become ``IGNORED``: their losses are not read. The
     mask is the one that ``forward_step`` passes to the model; what its loss function does is not known yet.
     """
     _check_given(recorded.labels, "labels")
@@ -153,8 +153,8 @@ def _labels(recorded: ModelCall, call: Call, vocab_size: int | None) -> torch.Te
     if vocab_size is not None and mask is not None:
         assert recorded.labels is not None
         outside = (recorded.labels < 0) | (recorded.labels >= vocab_size)
-        known = recorded.labels.masked_fill(outside & (mask == 0), IGNORED)
-        recorded = recorded.with_argument("labels", known)
+        labels = recorded.labels.masked_fill(outside & (mask == 0), IGNORED)
+        recorded = recorded.with_argument("labels", labels)
     return heads.head_labels(call.chunks[-1], recorded)
 
 

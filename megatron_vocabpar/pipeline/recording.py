@@ -98,8 +98,8 @@ def record_calls(
     """Run ``forward_step`` this many times with a stand-in for the model.
 
     Megatron's loader gives each microbatch a mask of its own, all alike unless documents are told apart: 64
-    MiB with 8,192 tokens. Masks like the first are that one; after one that is not, nobody looks any more, as
-    a look waits for the device.
+    MiB with 8,192 tokens. Masks equal to the first share its memory; after a mask that differs there are no
+    further comparisons, as each waits for the device.
 
     Raises:
         ValueError: if it does not call the model exactly once.

@@ -63,7 +63,7 @@ def agree(subject: str, facts: Mapping[str, object], timeout: timedelta) -> None
 
 
 def _arrives(store: dist.Store, key: str, wait_s: float) -> bool:
-    """Whether somebody sets ``key`` in time."""
+    """Whether a process sets ``key`` in time."""
     try:
         store.wait([key], timedelta(seconds=max(0.01, wait_s)))
     except RuntimeError:  # stores differ in which
@@ -81,15 +81,15 @@ def _absence(subject: str, ranks: Sequence[int], timeout: timedelta) -> str:
     )
 
 
-def difference(everyone: Sequence[Mapping[str, str]]) -> str:
+def difference(facts_by_rank: Sequence[Mapping[str, str]]) -> str:
     """A sentence on the facts that differ, and on which ranks; empty if none do.
 
-    ``everyone`` has the facts of each rank.
+    ``facts_by_rank`` has the facts of each rank.
     """
     parts = []
-    for name in dict.fromkeys(name for facts in everyone for name in facts):
+    for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):
         holders: dict[str, list[int]] = {}
-        for rank, facts in enumerate(everyone):
+        for rank, facts in enumerate(facts_by_rank):
             holders.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
             parts.append(f"{name}: " + ", ".join(f"{v} on {_named(ranks)}" for v, ranks in holders.items()))

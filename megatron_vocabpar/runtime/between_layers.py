@@ -1,14 +1,14 @@
 """Launches between the layers of a pass.
 
 The executor hands over what the schedule has put inside a pass, by the share of the pass's layers that come
-before. Whoever runs layers tells when one has ended; what is due is launched then, on the thread that runs
+before. A hook reports that a layer has ended; what is due is launched then, on the thread that runs
 the layers, and with its stream as the current one.
 
     executor    within(0F7, [0.25: 0C1.5, 0.5: 0RECV_F8]) ------------------- 0F7 ends: launch what is left
     layers              1        2        3        4 ...
                                  launch 0C1.5      launch 0RECV_F8
 
-Next: ``pipeline/layer_hooks.py``, which tells of the layers in F and B.
+Next: ``pipeline/layer_hooks.py``, which has the hooks of F and B.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BetweenLayers:
     """What is to be launched inside the pass under way.
 
     Attributes:
-        stages: those whose layers tell when they end.
+        stages: those whose layers have hooks that report their ends.
     """
 
     def __init__(self, stages: Iterable[int] = ()) -> None:
@@ -35,8 +35,8 @@ class BetweenLayers:
         self._due: deque[tuple[float, Launch]] = deque()
         self._ended: dict[PassType, float] = {}
 
-    def knows(self, item: Instruction) -> bool:
-        """Whether somebody tells of the layers in an instruction."""
+    def has_layer_hooks(self, item: Instruction) -> bool:
+        """Whether hooks report when the layers of an instruction end."""
         return all(part.stage in self.stages for part in parts_of(item))
 
     @contextmanager
@@ -55,8 +55,8 @@ class BetweenLayers:
     def layer_ended(self, type_: PassType, share: float) -> None:
         """A layer has ended, with which ``share`` of the layers in F, B or W are done.
 
-        A pair is as far as its F and B are on average. Layers that F's type tells of in a B are computed
-        again; they do not count.
+        The share of a pair is the mean of its F's and its B's. Layers of type F that end within a B are
+        computed again; they do not count.
         """
         if not self._due or type_ not in self._ended:
             return

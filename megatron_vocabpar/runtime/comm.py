@@ -79,12 +79,12 @@ def create_groups(
     index. A collective that peers have not joined after ``timeout`` ends the process; NCCL's default is 10
     minutes. With NCCL, the kernels of collectives have at most ``channels`` blocks.
     """
-    everyone: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
-    dist.all_gather_object(everyone, coordinates)
-    rank_at = {coordinate: rank for rank, coordinate in enumerate(everyone)}
+    all_coordinates: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
+    dist.all_gather_object(all_coordinates, coordinates)
+    rank_at = {coordinate: rank for rank, coordinate in enumerate(all_coordinates)}
     my_groups: list[dist.ProcessGroup] = []
     # Every rank makes the communicators of all replicas: new_group is a call of the whole job.
-    for replica in sorted({replica for replica, _, _ in everyone}):
+    for replica in sorted({replica for replica, _, _ in all_coordinates}):
         ranks = [rank_at[replica, stage, t] for stage in range(pipeline) for t in range(tensor)]
         limits = (channels, None, None)  # sends and receives have few channels anyway
         groups = [
@@ -144,7 +144,7 @@ class PointToPoint:
     gloo and NCCL still read a tensor after ``isend`` has returned: to free or reuse it before the send has
     completed corrupts the message without an error. With NCCL, ``is_completed`` means that the device has
     sent it, so any stream may reuse the memory. ``wait`` lets the current stream go on after it. With gloo,
-    ``is_completed`` is False until somebody has waited, so ``waiter`` does that beside the computation, one
+    ``is_completed`` is False until a thread has waited, so ``waiter`` does that beside the computation, one
     send after the other. Without it, tensors that gloo sends stay until ``drain``.
 
     Args:
@@ -248,7 +248,7 @@ def reduce_rows(
     """Sum ``rows [n, H]``, or ``[k, n, H]``, over all ranks, in place, for those of pipeline rank ``stage``.
 
     Each of its tensor-parallel ranks sums a piece of the n rows; everywhere else ``rows`` holds anything
-    afterwards. Then they send each other their pieces, unless ``counts`` says how many each wants of its own.
+    afterwards. Then they send each other their pieces, unless ``counts`` gives the rows that each keeps.
     Example: t = 2, n = 5. One rank sums rows 0 and 1, the other rows 2 to 4, and each sends its sums to both.
     """
     members, n = groups.members_of(stage), rows.shape[-2]

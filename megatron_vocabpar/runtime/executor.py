@@ -52,8 +52,8 @@ def execute(
         instructions: this rank's part of a lowered schedule.
         handlers: what to do for each type of instruction.
         observers: context managers to hold around each instruction.
-        late: what is launched inside the pass behind it; before the pass, where ``between`` does not know
-            the pass's layers.
+        late: what is launched inside the pass behind it; before the pass, where the pass's layers have
+            no hooks.
         between: launches inside passes.
         ended: called after each instruction, outside the observers.
 
@@ -82,7 +82,7 @@ def execute(
             raise InstructionError(rank, instruction, cause) from cause
 
     for instruction, inside in split_late(instructions, late):
-        if not inside or not between.knows(instruction):
+        if not inside or not between.has_layer_hooks(instruction):
             for launch in inside:
                 run(launch)
             run(instruction)

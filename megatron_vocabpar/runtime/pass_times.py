@@ -133,7 +133,7 @@ def pass_costs(ranks: Sequence[Sequence[RankTimes]], schedule: Schedule) -> Pass
     output layer that is not partitioned, F, B and W get a third each of the partitioned layer's passes on all
     ranks. Pairs that take longer than their two passes one after the other hide nothing.
     """
-    everyone = [times for replicas in ranks for times in replicas]
+    all_times = [times for replicas in ranks for times in replicas]
     method, placement = schedule.method, schedule.placement
 
     def of_stage(type_: PassType, stage: int) -> float:
@@ -146,7 +146,7 @@ def pass_costs(ranks: Sequence[Sequence[RankTimes]], schedule: Schedule) -> Pass
 
     def shortest(types: Iterable[CommType | PassType]) -> float:
         """Each type's shortest time on any rank; of these the longest."""
-        seen = ([t.collectives[k.value] for t in everyone if k.value in t.collectives] for k in types)
+        seen = ([t.collectives[k.value] for t in all_times if k.value in t.collectives] for k in types)
         return max((min(times) for times in seen if times), default=0.0)
 
     stage_ms = _stage_ms(ranks, schedule, of_stage)
@@ -167,7 +167,7 @@ def pass_costs(ranks: Sequence[Sequence[RankTimes]], schedule: Schedule) -> Pass
         IF_ms=per_rank(PassType.IF),
         IB_ms=per_rank(PassType.IB),
         methods={method.name: times} if method.vocabulary_parallel else {},
-        p2p_ms=median([t.transfer_ms for t in everyone if t.transfer_ms is not None] or [0.0]),
+        p2p_ms=median([t.transfer_ms for t in all_times if t.transfer_ms is not None] or [0.0]),
         broadcast_ms=shortest(broadcasts),
         all_reduce_ms=shortest(set(CommType) - broadcasts),
         last_rank_extra={"F_ms": third, "B_ms": third, "W_ms": third},

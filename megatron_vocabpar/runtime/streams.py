@@ -13,7 +13,7 @@ and submits the collective. The event holds the work, and so the buffer, until t
 Only then can the main stream free it, and what reuses it runs after the collective. Without the rule every
 result would need ``record_stream``, and idle memory would grow with the host's lead.
 
-Next: ``comm.py`` (what is submitted), then ``executor.py`` (who submits).
+Next: ``comm.py`` (what is submitted), then ``executor.py`` (what submits it).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _serve(queue: _Queue) -> None:
 class _CudaEvent(Generic[T]):
     """Holds the work, and so every tensor that it uses, until the waiting stream comes after it.
 
-    When nobody has it any more, its CUDA event goes to ``free``: waits that are queued stay what they are.
+    Without a reference to it its CUDA event goes to ``free``: waits that are queued stay what they are.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ def _recorded_event() -> torch.cuda.Event:
 
 
 def profiled(device: torch.device) -> bool:
-    """Whether somebody sees ``named_range``: torch's profiler, or on a GPU a tool of Nsight."""
+    """Whether ``named_range`` is recorded: by torch's profiler, or on a GPU by a tool of Nsight."""
     return torch.autograd._profiler_enabled() or (
         device.type == "cuda" and not _NSIGHT.isdisjoint(os.environ)
     )
@@ -374,18 +374,19 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def queue_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``; a copy from the host goes through pinned memory, and nobody waits for it."""
+    """``tensor`` on ``device``; a copy from the host goes through pinned memory, without a wait."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # the host's allocator keeps it until then
 
 
 def to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> Sequence[torch.Tensor]:
-    """Flat arrays of the host on ``device``: one copy, for which nobody waits.
+    """Flat arrays of the host on ``device``: one copy, for which the host does not wait.
 
     Each begins at a multiple of 16 bytes: a kernel is compiled anew for an address that is none.
     """
-    pieces, places = [], []
+    pieces: list[NDArray[np.int64]] = []
+    places = []
     for array in arrays:
         places.append(len(pieces))
         pieces += [array, array[:1]] if len(array) % 2 else [array]

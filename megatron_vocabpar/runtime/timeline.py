@@ -147,9 +147,9 @@ class _WatchedStream:
 
 def gather_trace(spans: list[Span]) -> dict[str, Any] | None:
     """The trace of all ranks, on rank 0; every rank calls this with its own spans."""
-    everyone: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, spans)
-    return trace_events(everyone) if dist.get_rank() == 0 else None
+    spans_by_rank: list[list[Span]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(spans_by_rank, spans)
+    return trace_events(spans_by_rank) if dist.get_rank() == 0 else None
 
 
 def trace_events(spans_by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:

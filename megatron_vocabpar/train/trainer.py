@@ -23,7 +23,7 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.streams import held_memory_mib, peak_memory_mib, queue_to_device
 from megatron_vocabpar.runtime.timeline import Timeline, gather_trace
@@ -87,7 +87,7 @@ class _Trainer:
             vocab_groups(),
             device,
             make_plan={self.plan.schedule.m: self.plan}.__getitem__,
-            listeners=Listeners(timeline=self.timeline),
+            callbacks=Callbacks(timeline=self.timeline),
         )
         self.placement = self.plan.schedule.placement
         self.held_before_mib = held_memory_mib(device)

@@ -14,7 +14,7 @@ from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import plain
 from megatron_vocabpar.layers.output.plain import OutputState, output_forward
-from megatron_vocabpar.layers.output.rehearsal import rehearse
+from megatron_vocabpar.layers.output.warm_up import warm_up
 from megatron_vocabpar.layers.partition import (
     VocabRange,
 )
@@ -367,7 +367,7 @@ def test_known_targets_and_a_given_place_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_rehearsal_leaves_no_trace(dtype: torch.dtype) -> None:
+def test_a_warm_up_leaves_no_trace(dtype: torch.dtype) -> None:
     """A weight that is not there yet may hold anything."""
     shard = SPLITS["uneven"][1]
     weight = torch.full((shard.rows, H), torch.nan, dtype=dtype)
@@ -375,7 +375,7 @@ def test_a_rehearsal_leaves_no_trace(dtype: torch.dtype) -> None:
     before = [grad.clone() for grad in grads]
     for with_a in (False, True):
         options = ShardOptions(with_input_gradient=with_a, terms=LossTerms(z_loss=0.1, softcap=3.0))
-        rehearse(weight, (grads[0], grads[1]), shard, options, ranks=3, n=N)
+        warm_up(weight, (grads[0], grads[1]), shard, options, ranks=3, n=N)
     assert all(map(torch.equal, grads, before))
 
 

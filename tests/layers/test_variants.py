@@ -21,7 +21,7 @@ from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import plain
 from megatron_vocabpar.layers.output.plain import output_forward
-from megatron_vocabpar.layers.output.rehearsal import rehearse
+from megatron_vocabpar.layers.output.warm_up import warm_up
 from megatron_vocabpar.layers.partition import even_ranges
 from megatron_vocabpar.layers.targets import ShardTargets, shard_targets
 from megatron_vocabpar.layers.terms import PLAIN
@@ -40,13 +40,13 @@ def staged(*pieces: Tensor) -> tuple[Tensor, ...]:
 def microbatches(
     n: int, hidden: int, rows: int, ignored: float, with_a: bool, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[int]:
-    """The rehearsal (-1), then S, C1, T, TW and IB of one rank; of other lengths if tokens are ignored."""
+    """The warm-up (-1), then S, C1, T, TW and IB of one rank; of other lengths if tokens are ignored."""
     generator = torch.Generator().manual_seed(0)
     ranges = even_ranges(rows * RANKS, RANKS, rows * RANKS)
     shard = ranges[RANKS // 2]
     weight, main_grad = torch.randn(rows, hidden).to(dtype), torch.zeros(rows, hidden)
     options = ShardOptions(with_input_gradient=with_a)
-    rehearse(weight, (main_grad, main_grad), shard, options, RANKS, n)
+    warm_up(weight, (main_grad, main_grad), shard, options, RANKS, n)
     yield -1
     for i in range(MICROBATCHES):
         ids, labels = torch.randint(shard.vocab_size, (2, n), generator=generator)
@@ -68,7 +68,7 @@ def microbatches(
 @pytest.mark.parametrize("hidden", [64, 1024], ids=["P > 2 H", "P < H"])
 @pytest.mark.parametrize("with_a", [False, True], ids=["vocab-1", "vocab-2"])
 @pytest.mark.parametrize("ignored", [0.0, 0.3])
-def test_nothing_is_compiled_after_the_rehearsal(
+def test_nothing_is_compiled_after_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, ignored: float, with_a: bool, hidden: int
 ) -> None:
     """Also where some microbatches have so many tokens that E is scaled in place of dX."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.layer_hooks import layers_of
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
@@ -68,7 +68,7 @@ def _train(_: int, case: Case, plan: Plan, full_recompute: bool) -> tuple[list[s
             vocab_groups(),
             torch.device("cpu"),
             make_plan=lambda _: plan,
-            listeners=Listeners(observers=[watch.observe]),
+            callbacks=Callbacks(observers=[watch.observe]),
         )
         data = [batch(case, 0, 0, i) for i in range(case.m)]
         iterate(run, case, model, [iter(data) for _ in modules])

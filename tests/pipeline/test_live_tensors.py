@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.layers.terms import Distillation
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward
 from megatron_vocabpar.pipeline.microbatches import Microbatch, Microbatches
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.runtime.comm import PointToPoint
@@ -26,7 +26,7 @@ from tests.cases import rest_is_slow
 from tests.pipeline import gpt
 from tests.pipeline.gpt import Case, case_of, iterate
 
-LOOKS = Listeners(not_finite=print)
+LOOKS = Callbacks(not_finite=print)
 STEPS = 6
 
 
@@ -43,7 +43,7 @@ def counted(rank: int, case: Case) -> dict[bool, list[int]]:
     try:
         with (
             mock.patch.object(gpt, "iterate", iterate_and_count),
-            mock.patch.object(gpt, "ForwardBackward", partial(ForwardBackward, listeners=LOOKS)),
+            mock.patch.object(gpt, "ForwardBackward", partial(ForwardBackward, callbacks=LOOKS)),
         ):
             gpt.train(rank, case)
     finally:

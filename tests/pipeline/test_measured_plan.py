@@ -20,7 +20,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
 from megatron_vocabpar.pipeline.tuning.kept_plan import (
     COSTS_FILE,
@@ -97,7 +97,7 @@ def train(rank: int, case: Case, family: str, iterations: int | None, broken: bo
         )
         plans = Plans(request, WriteOrder.of(model))
         run = ForwardBackward(
-            case.method, groups, CPU, make_plan=plans, listeners=Listeners(timeline=timeline)
+            case.method, groups, CPU, make_plan=plans, callbacks=Callbacks(timeline=timeline)
         )
         sent = partial(transfer_ms, groups, lambda: torch.zeros(8, 2, 16))
         switched: list[float] = []

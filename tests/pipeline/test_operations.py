@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners, vocab_groups
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.schedule.words.passes import Instruction
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, batch, build_chunks, iterate, parallel_groups, plan_maker, run
@@ -46,9 +46,9 @@ def _queued(_: int, case: Case) -> dict[str, float]:
         modules = build_chunks(case)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         model = [DistributedDataParallel(modules[0].config, ddp, module) for module in modules]
-        listeners = Listeners(observers=[operations.observe], not_finite=print)
+        callbacks = Callbacks(observers=[operations.observe], not_finite=print)
         forward_backward = ForwardBackward(
-            case.method, vocab_groups(), torch.device("cpu"), make_plan=plan_maker(case), listeners=listeners
+            case.method, vocab_groups(), torch.device("cpu"), make_plan=plan_maker(case), callbacks=callbacks
         )
         data = [batch(case, 0, 0, i) for i in range(case.m)]
         with operations:

@@ -34,7 +34,7 @@ from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.pipeline import forward_backward, preparation
-from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, Listeners
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward
 from megatron_vocabpar.pipeline.microbatches import Batches, Microbatch, Microbatches
 from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
@@ -272,7 +272,7 @@ def _build(schedule: Schedule, rank: int, waits: _Waits) -> tuple[ForwardBackwar
         groups,
         DEVICE,
         make_plan=lambda _: Plan.of(schedule),
-        listeners=Listeners(observers=[waits.observe]),
+        callbacks=Callbacks(observers=[waits.observe]),
     )
     return run, model
 

@@ -117,7 +117,7 @@ def factors(  # type: ignore[no-untyped-def]
     k_stride,
     COMPUTED: tl.constexpr, LSE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """``numbers.row_gradient`` of tokens inside; who needs one of the two loads nothing for the other."""
+    """``numbers.row_gradient`` of tokens inside; what a kernel does not use of the two is not loaded."""
     row = tl.load(k + token * k_stride, mask=inside, other=0.0)
     target = tl.load(deficit + token, mask=inside, other=0.0)
     if COMPUTED:

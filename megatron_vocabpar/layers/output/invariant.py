@@ -100,7 +100,7 @@ class BlockState:
 
     @property
     def stored(self) -> StoredExponentials:
-        """None are plain, and no rule lets anybody ask."""
+        """There are no plain ones, and the rules refuse what would ask for them."""
         raise AssertionError("blocks of exponentials have offsets of their own")
 
     @property

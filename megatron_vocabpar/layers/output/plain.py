@@ -111,7 +111,7 @@ class OutputState(NamedTuple):
 
     @property
     def spare(self) -> Tensor | None:
-        """The memory [n, P] that another microbatch's S may have, when nobody needs this state any more."""
+        """The memory [n, P] that another microbatch's S may have when this state is used up."""
         return self.e
 
     @exact

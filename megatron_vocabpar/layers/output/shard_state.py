@@ -36,7 +36,7 @@ class ShardState(Protocol):
 
     @property
     def spare(self) -> Tensor | None:
-        """The memory [n, P] that another microbatch's S may have, when nobody needs this state any more."""
+        """The memory [n, P] that another microbatch's S may have when this state is used up."""
 
     def input_gradient(self, softmax: Softmax, slopes: Slopes, out: Tensor | None = None) -> Part:
         """This shard's part of dX; its sum goes to ``out``, where that is not None."""

@@ -230,7 +230,7 @@ class PartitionedModel(LanguageModule):
         state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
         if not self.holds_shard:
             return state
-        if not any(each.__name__ == "GPTModel" for each in type(self).__mro__):
+        if not any(parent.__name__ == "GPTModel" for parent in type(self).__mro__):
             # GPTModel leaves the output layer's empty extra state out of its checkpoints, others don't.
             extra = f"{prefix}output_layer._extra_state"
             replica = (self.shard.member, 0, dist.get_rank(replicas))

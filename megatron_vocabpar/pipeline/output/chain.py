@@ -1,4 +1,4 @@
-"""What the output layer's handlers share: how a shard computes, which numbers a token has, who waits.
+"""What the output layer's handlers share: how a shard computes, which numbers a token has, and what waits.
 
 Next: ``passes.py``, ``collectives.py``, ``loss.py``.
 """
@@ -24,8 +24,8 @@ from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.numbers import Slopes, Softmax
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import invariant, plain
-from megatron_vocabpar.layers.output.rehearsal import rehearse
 from megatron_vocabpar.layers.output.shard_state import Part, ShardState
+from megatron_vocabpar.layers.output.warm_up import warm_up
 from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 from megatron_vocabpar.pipeline import compat, heads
@@ -75,14 +75,14 @@ class OutputChain:
         self.options = _shard_options(self)
         self.forward = _forward_of(self)
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Compile the kernels of this rank's shards: before the first iteration, on all ranks at once."""
         weights, rank = (self.weight, self.model.word_embeddings.weight), self.iteration.rank
         if self.training and not rank.output_options.invariant and all(w.requires_grad for w in weights):
             grads = main_grad(weights[0]), main_grad(weights[1])
             n = max(map(prod, self.iteration.microbatches.shapes))
             shard, ranks = self.model.shard.range, len(rank.groups.ranks)
-            rehearse(weights[0].detach(), grads, shard, self.options, ranks, n)
+            warm_up(weights[0].detach(), grads, shard, self.options, ranks, n)
 
     @cached_property
     def statistics(self) -> CommType:
@@ -124,7 +124,7 @@ class OutputChain:
         """How many passes and collectives take the state that ``softmax_pass`` has left.
 
         vocab-1 and naive: T and TW. vocab-2: C1, for the input gradient, and T. Where an extra looks back,
-        C1 always. In an evaluation nobody does, unless R counts.
+        C1 always. In an evaluation R alone does, where it counts.
         """
         passes = self.method.passes
         counts = PassType.T in passes or PassType.R in passes
@@ -243,7 +243,7 @@ class SpareExponentials:
         return len(self._tensors)
 
     def keep(self, state: ShardState) -> None:
-        """Keep the memory of a state that nobody needs any more."""
+        """Keep the memory of a state that is used up."""
         if (tensor := state.spare) is not None:
             self._tensors.append(tensor)
 

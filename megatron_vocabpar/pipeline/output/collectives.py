@@ -44,7 +44,7 @@ class OutputCollectives(LayerHandlers):
         self.hand_on(instruction, ARRIVAL, event)
 
     def gather_statistics(self, instruction: Comm) -> None:
-        """C1, in naive C2: everyone's statistics, joined in rank order; in vocab-2 dX of what S has left."""
+        """C1, in naive C2: all ranks' statistics, joined in rank order; in vocab-2 dX of what S has left."""
         chain, i = self.chain, instruction.microbatch
         source = chain.softmax_pass(i)
         state = self.buffers.take(source, STATE) if chain.early or chain.looks_back else None

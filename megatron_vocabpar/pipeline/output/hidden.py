@@ -27,7 +27,7 @@ class HiddenStates(LayerHandlers):
 
         With sequence parallelism each tensor-parallel rank of the last stage sends its part of the sequence.
         Example: t = 2, six rows, of which 0, 1 and 4 count. Rank 0 sends rows 0 and 1, rank 1 sends row 4,
-        and everybody receives pieces of 2 rows and 1 row of one tensor.
+        and every rank receives pieces of 2 rows and 1 row of one tensor.
         """
         microbatch, members = self.microbatches[instruction.microbatch], self._members
         source: torch.Tensor | None = None

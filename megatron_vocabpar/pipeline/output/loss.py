@@ -73,8 +73,8 @@ class Losses(LayerHandlers):
                 "left out of the output layer; give them any id, and mask their losses"
             )
         _, b, s = microbatch.shape
-        found = TopLogprobs(logprobs.float().view(s, b, -1), ids.long().view(s, b, -1))
-        keep_top(i, found)
+        top = TopLogprobs(logprobs.float().view(s, b, -1), ids.long().view(s, b, -1))
+        keep_top(i, top)
 
     def broadcast_gradient(self, instruction: Comm) -> None:
         """CG: the gradient of every token's loss, from the loss function's rank to every rank."""

@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
     """The word of a member of an enumeration: Megatron's versions have now the one, now the other."""
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value.value, str) else value.name
-    return [plain(each) for each in value] if isinstance(value, list) else value
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 class Setting(Generic[T]):

@@ -116,7 +116,7 @@ OPTIONS = (
     Rule(lambda _, found: found.asked,
         lambda facts: next(wrong_values(facts.options, facts.spell), None),
         lambda _, found: found.against, do=""),
-    *(each.rule() for each in INCOMPATIBLE),
+    *(row.rule() for row in INCOMPATIBLE),
     Rule(lambda _, found: found.asked, _of_no_loss, lambda _, found: found.against, do=""),
 )  # fmt: skip
 

@@ -64,17 +64,17 @@ def weight_gradients_of(
         RuntimeError: at its end, if a weight gradient was delayed and never computed.
     """
     gradients: list[WeightGradients] = []
-    delaying = [layer for each in layers for layer in each.delaying]
+    delaying = [layer for chunk_layers in layers for layer in chunk_layers.delaying]
     try:
         with nullcontext() if splits_w or planned else computed_in_b(delaying):
             gradients.extend(map(WeightGradients, *((chunks, layers) if splits_w else ((), ()))))
             yield gradients
-        for each in gradients:
-            each.check_computed()
+        for of_chunk in gradients:
+            of_chunk.check_computed()
         check_stores(delaying)
     finally:
-        for each in gradients:
-            each.restore()  # also those before the first that is refused
+        for of_chunk in gradients:
+            of_chunk.restore()  # also those before the first that is refused
 
 
 class WeightGradients:

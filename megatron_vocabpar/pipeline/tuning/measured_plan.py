@@ -167,7 +167,7 @@ class MeasuredPlan:
         if len(self._spans) < self._iterations:
             return
         times = self._exchange(RankTimes.of(self._spans, self._transfer_ms()))
-        length = IterationTimes.of([each for replicas in times for each in replicas]).iteration_ms
+        length = IterationTimes.of([replica for replicas in times for replica in replicas]).iteration_ms
         if self._predicted_ms is not None:
             self._done = True
             self._say(
@@ -184,10 +184,10 @@ class MeasuredPlan:
 
     def _exchange(self, times: RankTimes) -> list[list[RankTimes]]:
         """The times of all ranks, by pipeline rank."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self._run.groups.stage, times))
+        times_by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(times_by_rank, (self._run.groups.stage, times))
         stages: list[list[RankTimes]] = [[] for _ in range(self._run.groups.pipeline)]
-        for stage, of_rank in everyone:
+        for stage, of_rank in times_by_rank:
             stages[stage].append(of_rank)
         return stages
 

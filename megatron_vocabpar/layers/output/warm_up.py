@@ -1,4 +1,4 @@
-"""A microbatch of nothing before the first one: it launches every kernel of S, C1, T, TW and IB once.
+"""The warm-up before the first microbatch: it launches every kernel of S, C1, T, TW and IB once.
 
 A launch compiles its variant, 0.3 to 1.4 s each. In a pipeline all ranks would wait for each of them in turn;
 here all ranks compile at the same time. Next: ``../kernels/launcher.py``, what a variant depends on.
@@ -36,7 +36,7 @@ class _WithoutProducts(Tokens):
         pass
 
 
-def rehearse(
+def warm_up(
     weight: Tensor,
     main_grads: tuple[Tensor, Tensor],
     shard: VocabRange,
