@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
-from megatron_vocabpar.pipeline.graphs.engine_graphs import layer_order
+from megatron_vocabpar.pipeline.graphs import layer_order
 
 
 def capture_order_of(run: ForwardBackward | None, num_microbatches: int) -> list[int]:

@@ -26,11 +26,9 @@ from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.divergence import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.layers.kernels.dispatch import why_not_triton
-from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline import compat, graphs
 from megatron_vocabpar.pipeline.call import Call
-from megatron_vocabpar.pipeline.graphs import layer_graphs
-from megatron_vocabpar.pipeline.graphs.engine_graphs import EngineGraphs
-from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
+from megatron_vocabpar.pipeline.graphs import EngineGraphs, LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of, runs_layer_plans
 from megatron_vocabpar.pipeline.iteration import Iteration, Rank
 from megatron_vocabpar.pipeline.layer_hooks import watched_layers
@@ -242,7 +240,7 @@ class ForwardBackward:
             method=self.method,
             p=plan.schedule.p,
             splits_w=plan.schedule.splits_w,
-            graphs_are_wrong=layer_graphs.OF_THIS_VERSION_ARE_WRONG,
+            graphs_are_wrong=graphs.OF_THIS_VERSION_ARE_WRONG,
             given=frozenset(name for name, value in given.items() if value is not None),
         )
         of_training = () if forward_only else (TRAINING, TEACHERS)

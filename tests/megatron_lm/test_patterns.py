@@ -16,7 +16,7 @@ from megatron_vocabpar.megatron_lm.layouts import place_layers
 from megatron_vocabpar.megatron_lm.model_choice import decided
 from megatron_vocabpar.megatron_lm.replacements import _segment_of_the_stage
 from megatron_vocabpar.megatron_lm.rules.check import check
-from megatron_vocabpar.pipeline.pairs.chunk_plan import ChunkPlan
+from megatron_vocabpar.pipeline.chunk_plan import ChunkPlan
 from megatron_vocabpar.plan.times import StageLayers
 from tests.megatron_lm.training import checkout, pretrain, words
 from tests.support.launch_options import ENABLE

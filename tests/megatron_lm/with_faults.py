@@ -58,7 +58,7 @@ def fail_in_a_pass() -> None:
 
 def change_losses() -> None:
     from megatron_vocabpar.pipeline import compat, loss_reports
-    from megatron_vocabpar.pipeline.output.hidden import HiddenStates
+    from megatron_vocabpar.pipeline.output.collectives import HiddenStates
 
     microbatch, report = int(WHERE), loss_reports.LossReports.report
     hidden = HiddenStates.of

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vocabpar.pipeline.graphs.engine_graphs import (
+from megatron_vocabpar.pipeline.graphs import (
     CaptureOrder,
     EngineGraphs,
     capture_order,

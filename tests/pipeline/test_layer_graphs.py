@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from megatron.core.transformer import cuda_graphs
 
-from megatron_vocabpar.pipeline.graphs import layer_graphs
-from megatron_vocabpar.pipeline.graphs.layer_graphs import LayerGraphs
+from megatron_vocabpar.pipeline import graphs
+from megatron_vocabpar.pipeline.graphs import LayerGraphs
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
 from megatron_vocabpar.pipeline.rules.rule import require
@@ -23,7 +23,7 @@ from tests.pipeline.cpu_graphs import handed_on_apart
 from tests.pipeline.gpt import Case, Result, case_of, run, train
 from tests.support.equality import reference
 
-EARLY = layer_graphs.OF_THIS_VERSION_ARE_WRONG and not hasattr(cuda_graphs, "alloc_tensor_from_graph_mempool")
+EARLY = graphs.OF_THIS_VERSION_ARE_WRONG and not hasattr(cuda_graphs, "alloc_tensor_from_graph_mempool")
 """Megatron 0.16 and 0.17 give the memory of a stage's first input away before B has read it."""
 
 
@@ -31,7 +31,7 @@ EARLY = layer_graphs.OF_THIS_VERSION_ARE_WRONG and not hasattr(cuda_graphs, "all
 def repaired() -> Iterator[None]:
     """Megatron's graphs without that fault: no input goes back into the pool. Our refusal is off."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(layer_graphs, "OF_THIS_VERSION_ARE_WRONG", False))
+        stack.enter_context(mock.patch.object(graphs, "OF_THIS_VERSION_ARE_WRONG", False))
         if EARLY:
             stack.enter_context(mock.patch.object(cuda_graphs.TensorReusePool, "insert", return_value=None))
         yield
@@ -128,17 +128,17 @@ def test_megatrons_graphs_have_no_dropout_and_are_not_in_every_version() -> None
 
 
 def test_the_order_of_the_capture_is_kept() -> None:
-    with repaired(), mock.patch.object(layer_graphs.schedules, "create_cudagraphs"):
-        graphs = LayerGraphs()
+    with repaired(), mock.patch.object(graphs.schedules, "create_cudagraphs"):
+        kept = LayerGraphs()
         with pytest.raises(ValueError, match=r"call model.eval\(\) before it"):
-            graphs.check(PLAN, [model()], forward_only=True)
-        graphs.check(PLAN, [model(training=False)], forward_only=True)
-        graphs.capture(PLAN, forward_only=True)
-        graphs.check(PLAN, [model()], forward_only=False)
-        graphs.capture(PLAN, forward_only=False)
-        graphs.check(PLAN, [model()], forward_only=True)
+            kept.check(PLAN, [model()], forward_only=True)
+        kept.check(PLAN, [model(training=False)], forward_only=True)
+        kept.capture(PLAN, forward_only=True)
+        kept.check(PLAN, [model()], forward_only=False)
+        kept.capture(PLAN, forward_only=False)
+        kept.check(PLAN, [model()], forward_only=True)
         with pytest.raises(ValueError, match="a plan of 4 microbatches, this call has another of 5"):
-            graphs.check(make_plan("vocab-2", 2, 5), [model(training=False)], forward_only=True)
+            kept.check(make_plan("vocab-2", 2, 5), [model(training=False)], forward_only=True)
 
 
 @pytest.mark.skipif(not EARLY, reason="0.16 and 0.17")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.pipeline.output.hidden import HiddenStates
+from megatron_vocabpar.pipeline.output.collectives import HiddenStates
 from megatron_vocabpar.pipeline.output.loss import Losses
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.model import WHOLE

@@ -17,16 +17,12 @@ from typing import Any
 from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.handlers.input_layer import InputLayer
 from megatron_vocabpar.pipeline.handlers.planned_stages import PlannedStages
-from megatron_vocabpar.pipeline.handlers.stages import Stages
-from megatron_vocabpar.pipeline.handlers.transfers import Transfers
+from megatron_vocabpar.pipeline.handlers.stages import Stages, Transfers
 from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.output.chain import OutputChain
-from megatron_vocabpar.pipeline.output.collectives import OutputCollectives
-from megatron_vocabpar.pipeline.output.distant_loss import DistantLoss
-from megatron_vocabpar.pipeline.output.hidden import HiddenStates
-from megatron_vocabpar.pipeline.output.in_step import InStep
-from megatron_vocabpar.pipeline.output.loss import Losses
-from megatron_vocabpar.pipeline.output.passes import NaivePasses, SoftmaxPasses
+from megatron_vocabpar.pipeline.output.collectives import HiddenStates, OutputCollectives
+from megatron_vocabpar.pipeline.output.loss import DistantLoss, Losses
+from megatron_vocabpar.pipeline.output.passes import InStep, NaivePasses, SoftmaxPasses
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
 from megatron_vocabpar.schedule.words.passes import CommType, InstructionType, PairType, PassType

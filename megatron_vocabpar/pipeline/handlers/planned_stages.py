@@ -25,8 +25,8 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import compat
+from megatron_vocabpar.pipeline.chunk_plan import BackwardRun, ChunkPlan
 from megatron_vocabpar.pipeline.handlers.stages import Stages
-from megatron_vocabpar.pipeline.pairs.chunk_plan import BackwardRun, ChunkPlan
 from megatron_vocabpar.schedule.words.passes import Pair, Pass
 
 

@@ -1,7 +1,7 @@
 """The passes that compute on a shard: S, S2, T, TW and R of every method.
 
     vocab-1     S  | T | TW                    naive         S | S2 | T | TW: ``NaivePasses``
-    vocab-2     S with A | T of the weight     interlaced    S with all others in it: ``in_step.py``
+    vocab-2     S with A | T of the weight     interlaced    S with all others in it: ``InStep``
     an evaluation that ranks the targets has R, which counts the ids that are likelier
 
 The input gradient (T, or A) has rows unscaled, as the loss function has not run yet; B scales them. The
@@ -23,11 +23,12 @@ from megatron_vocabpar.pipeline.gradients import Writer, main_grad
 from megatron_vocabpar.pipeline.iteration import LayerHandlers
 from megatron_vocabpar.pipeline.model.vocab_layers import ShardPass
 from megatron_vocabpar.pipeline.output.chain import OutputChain
-from megatron_vocabpar.pipeline.output.hidden import HiddenStates
+from megatron_vocabpar.pipeline.output.collectives import HiddenStates, OutputCollectives
 from megatron_vocabpar.pipeline.output.loss import Losses
 from megatron_vocabpar.pipeline.slots import (
     ARRIVAL,
     COUNTS,
+    HIDDEN_GRAD,
     LOGITS,
     OFFSETS,
     PART,
@@ -142,3 +143,26 @@ class NaivePasses(SoftmaxPasses):
         spare = self.chain.spare.take(self.microbatches[i].tokens)
         state, statistics = naive_sum(logits, offsets, e=spare)
         self.leave(instruction, state, Sent(statistics, ()))
+
+
+class InStep(SoftmaxPasses):
+    """The handler of such an S; the main stream waits for each of the collectives."""
+
+    def __init__(self, chain: OutputChain, hidden: HiddenStates, losses: Losses) -> None:
+        super().__init__(chain, hidden, losses)
+        self.collectives = OutputCollectives(chain)
+
+    def softmax(self, instruction: Pass) -> None:
+        """Run the whole output layer: statistics, loss, dX and dW, one after the other."""
+        i, chain, losses = instruction.microbatch, self.chain, self.losses
+        state, sent = self.forward_pass(instruction)
+        assert state is not None
+        joined = self.wait(self.collectives.joined(i, sent, None))
+        grads = losses.report(i, joined) if self.rank.has_loss else None
+        grads = self.wait(losses.shared_gradient(i, grads))
+        part = chain.unscaled_input_gradient(state, joined.softmax)
+        hidden_grad = self.wait(self.collectives.sum(i, part))
+        if self.rank.is_last:
+            self.buffers.put(instruction, HIDDEN_GRAD, (hidden_grad, grads))
+        self.add_weight_gradient(i, state, joined.softmax, grads)
+        self.gradients.wrote(Writer(PassType.S))

@@ -1,8 +1,7 @@
 """W: weight gradients of linear layers, split off from B.
 
 Zero-bubble schedules fill idle time with weight gradients, so B must leave them out. Until W of the
-microbatch they are kept as products: of megatron-core's own linear layers (``local_products.py``) and of
-Transformer Engine's (``delayed_products.py``). Other gradients (norms, position embeddings) stay in B.
+microbatch they are kept as products (``products.py``). Other gradients, such as of norms, stay in B.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (2023). Used by ``handlers/stages.py``.
 """
@@ -15,14 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_vocabpar.pipeline.split_w.delayed_products import (
+from megatron_vocabpar.pipeline.split_w.products import (
     DelayedProducts,
+    LeftProduct,
+    LocalProducts,
     check_stores,
     computed_in_b,
     has_store,
+    is_local,
 )
-from megatron_vocabpar.pipeline.split_w.left_product import LeftProduct
-from megatron_vocabpar.pipeline.split_w.local_products import LocalProducts, is_local
 
 After = Callable[[float, Sequence[torch.nn.Parameter]], None]
 """Called after a product, with the share of the products that are done and the complete parameters."""

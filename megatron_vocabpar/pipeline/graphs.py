@@ -1,22 +1,68 @@
-"""Transformer Engine's CUDA graphs of layers or their parts, which Megatron captures between two iterations.
+"""CUDA graphs of layers, captured by Megatron (``LayerGraphs``) or Transformer Engine (``EngineGraphs``).
 
-Megatron hands Transformer Engine the order of the F and B of a rank's chunks. Static inputs and the memory of
-outputs are used again by that order: a buffer of a microbatch belongs to another one as soon as the first
-one's B has been captured. So graphs are captured in the order of our row, and every later iteration runs it.
-What leaves a chunk is copied, because its readers may run after graphs that take its memory: S and T after B,
-a message beside the next pass. Evaluation replays nothing.
+Both kinds share memory in the order in which they are captured: in another order a graph would silently
+overwrite what is still needed. So all later calls run one plan, and ``handlers/stages.py`` copies what leaves
+a stage, because its readers may run after graphs that take its memory: S and T after B, a message beside the
+next pass. Passes of the vocabulary layers and communication are not captured.
 
-The F and B of a pair run layer beside layer. There Megatron makes every layer a chunk of its own, numbered
-through the rank's chunks; the F of a layer is captured before the B beside it.
+megatron-core records each layer's F and B of every microbatch in the first iteration, and captures them when
+it is over; it waits for the device before each. Transformer Engine is handed the order of F and B of a rank's
+chunks, that of our row, and captures between two iterations; an evaluation replays nothing. The F and B of a
+pair run layer beside layer. There Megatron makes every layer a chunk of its own, numbered through the rank's
+chunks; the F of a layer is captured before the B beside it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import cuda_graphs
+
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.words.passes import PassType
+
+_NAMES = vars(cuda_graphs)
+OF_THIS_VERSION_ARE_WRONG = "alloc_tensor_from_graph_mempool" in _NAMES or (
+    "TensorReusePool" in _NAMES
+    and "cache_key" not in inspect.signature(cuda_graphs.CudaGraphManager.__call__).parameters
+)
+"""Whether emulated graphs of this Megatron gave wrong gradients: those of 0.16, 0.17, 0.19 and main did."""
+
+
+class LayerGraphs:
+    """Checks that graphs are recorded, captured and replayed in one order."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+
+    def check(self, plan: Plan, chunks: Sequence[torch.nn.Module], forward_only: bool) -> None:
+        """Check, before a call, that it may run ``plan`` or its evaluation.
+
+        Raises:
+            ValueError: for another plan than that of the first training call; for an evaluation of a model in
+                training mode, which would be recorded.
+        """
+        if self._plan is None and forward_only and chunks[0].training:
+            raise ValueError(
+                "CUDA graphs of layers: an evaluation before the first training call would be recorded in "
+                "its place; call model.eval() before it"
+            )
+        if self._plan is not None and plan is not self._plan:
+            raise ValueError(
+                f"CUDA graphs of layers were captured in the order of a plan of {self._plan.schedule.m} "
+                f"microbatches, this call has another of {plan.schedule.m}; keep the number of "
+                "microbatches, in evaluation too, and the plan"
+            )
+
+    def capture(self, plan: Plan, forward_only: bool) -> None:
+        """After a call: make graphs of what the first training call recorded."""
+        schedules.create_cudagraphs()
+        if not forward_only:
+            self._plan = plan
 
 
 class CaptureOrder(list[int]):

@@ -1,1 +1,0 @@
-"""CUDA graphs of layers beside the schedule: which options fit, and when layers are captured."""
