@@ -10,6 +10,7 @@ import torch
 
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.divergence import Teacher
+from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.recording import ForwardStep
 
 
@@ -17,9 +18,11 @@ from megatron_vocabpar.pipeline.recording import ForwardStep
 class Call:
     """The arguments of one forward-backward call that handlers need.
 
-    ``fixed_shape`` is ``[s, b, H]`` between stages on this rank, if all microbatches have one length;
-    ``teacher`` gives what a teacher says of a microbatch, in a distillation; ``keep_top`` gets a microbatch's
-    number and its ``top_logprobs``.
+    Attributes:
+        fixed_shape: ``[s, b, H]`` between stages on this rank, if all microbatches have one length.
+        options: how partitioned vocabulary layers are computed.
+        teacher: gives what a teacher says of a microbatch, in a distillation.
+        keep_top: gets a microbatch's number and its ``top_logprobs``.
     """
 
     forward_step_func: ForwardStep
@@ -32,5 +35,6 @@ class Call:
     forward_only: bool
     collect_non_loss_data: bool
     first_microbatch_flag: bool
+    options: VocabOptions
     teacher: Callable[[int], Teacher] | None = None
     keep_top: Callable[[int, TopLogprobs], None] | None = None

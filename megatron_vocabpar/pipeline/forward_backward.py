@@ -260,6 +260,7 @@ class ForwardBackward:
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_microbatch_flag=first_val_step if forward_only and first_val_step is not None else True,
+            options=options,
             teacher=teacher,
             keep_top=keep_top,
         )
@@ -268,7 +269,7 @@ class ForwardBackward:
         elif facts.graphs_by_engine and not forward_only:
             self._engine_graphs.check(plan)
         with _timed(config):
-            iteration = self._run(call, options)
+            iteration = self._run(call)
             if config.finalize_model_grads_func is not None and not forward_only:
                 compat.finalize_gradients(config, chunks, iteration.divisor, pg_collection, force_all_reduce)
             for look in iteration.checks:
@@ -277,11 +278,11 @@ class ForwardBackward:
             self._graphs.capture(plan, forward_only)
         return iteration.reported
 
-    def _run(self, call: Call, options: VocabOptions) -> Iteration:
+    def _run(self, call: Call) -> Iteration:
         """Run this rank's instructions; of the gradients, only Megatron's last reduction is missing then."""
         chunks, plan = call.chunks, self.plan(call.num_microbatches)
         if call.forward_only:
-            plan = plan.ranking_targets if options.target_rank else plan.forward_only
+            plan = plan.ranking_targets if call.options.target_rank else plan.forward_only
         schedule = plan.schedule
         check_built_for(schedule, chunks, self.groups.stage, call.config)
         model_with_shards = chunk_with_shards(self.method, chunks)
@@ -291,7 +292,7 @@ class ForwardBackward:
                 self._layers[chunk] = ChunkLayers.of(chunk)
         layers, splits_w = [self._layers[chunk] for chunk in chunks], schedule.splits_w
         with weight_gradients_of(chunks, layers, splits_w=splits_w, planned=planned) as weight_gradients:
-            rank = self._rank(schedule, options)
+            rank = self._rank(schedule)
             iteration = prepare(rank, call, schedule, model_with_shards, weight_gradients)
             chain = None if model_with_shards is None else OutputChain(iteration, model_with_shards)
             if chain is not None and not (call.forward_only or self._warmed_up):
@@ -336,7 +337,7 @@ class ForwardBackward:
         """The timeline, if it records this call."""
         return self._timeline if self._timeline is not None and self._timeline.recording else None
 
-    def _rank(self, schedule: Schedule, options: VocabOptions) -> Rank:
+    def _rank(self, schedule: Schedule) -> Rank:
         return Rank(
             method=schedule.method,
             placement=schedule.placement,
@@ -345,7 +346,6 @@ class ForwardBackward:
             side_stream=self._side_stream,
             point_to_point=self._point_to_point,
             waiting=self._recording.waiting if self._recording else contextlib.nullcontext,
-            output_options=options,
             not_finite=self._not_finite,
         )
 

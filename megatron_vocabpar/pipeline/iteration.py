@@ -21,7 +21,6 @@ from megatron_vocabpar.pipeline import heads
 from megatron_vocabpar.pipeline.call import Call
 from megatron_vocabpar.pipeline.gradients import GradientSync
 from megatron_vocabpar.pipeline.microbatches import Microbatches, no_microbatches
-from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.recording import ModelCall
 from megatron_vocabpar.runtime.between_layers import BetweenLayers
 from megatron_vocabpar.runtime.buffers import Buffers, Slot
@@ -38,7 +37,7 @@ T = TypeVar("T")
 class Rank:
     """This rank's part in the pipeline.
 
-    From call to call only ``output_options`` changes, and ``method``: an evaluation's ends in the loss.
+    From call to call only ``method`` changes: an evaluation's ends in the loss.
     """
 
     method: Method
@@ -48,7 +47,6 @@ class Rank:
     side_stream: Stream
     point_to_point: PointToPoint
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    output_options: VocabOptions = DEFAULTS
     not_finite: Callable[[str], None] | None = None
 
     @property

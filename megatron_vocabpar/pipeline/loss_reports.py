@@ -105,7 +105,7 @@ class LossReports:
         iteration.num_tokens = iteration.num_tokens + num_tokens
         if grad is None:
             return None
-        if iteration.rank.output_options.drop_masked:
+        if iteration.call.options.drop_masked:
             dropped = iteration.microbatches.labels(i) == DROPPED
             self._noted.without_loss[i] = (grad * dropped == 0).all()
         self._noted.unasked.extend((i, name) for name in more if name not in self._gradients)

@@ -58,7 +58,7 @@ def prepare(
     first, last = recorded.get(0), recorded.get(placement.loss_stage)
     vocab_size = model.shard.range.vocab_size if model else None
     labels = None if last is None else [_labels(recorded, call, vocab_size) for recorded in last]
-    if last is not None and labels is not None and rank.output_options.drop_masked and not call.forward_only:
+    if last is not None and labels is not None and call.options.drop_masked and not call.forward_only:
         pairs = zip(labels, last, strict=True)
         labels = [label.masked_fill(_masked(recorded, call), DROPPED) for label, recorded in pairs]
     tokens = None if first is None else [_tokens(recorded, call) for recorded in first]

@@ -33,18 +33,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def iteration(told: list[str] | None = None, loss_func: Any = lambda losses, entropy: None) -> Any:
     """What ``LossReports`` looks at, on the rank of the loss; of two tokens the second is dropped."""
-    options = SimpleNamespace(drop_masked=False)
     tell = None if told is None else told.append
     call = SimpleNamespace(
         chunks=[None], config=None, num_microbatches=4, cp_group_size=1, collect_non_loss_data=False,
-        forward_only=False, reported={},
+        forward_only=False, reported={}, options=SimpleNamespace(drop_masked=False),
     )  # fmt: skip
     return SimpleNamespace(
         rank=SimpleNamespace(
             not_finite=tell,
             has_loss=True,
             pipeline_rank=3,
-            output_options=options,
         ),
         call=call,
         with_loss=[SimpleNamespace(loss_func=loss_func)] * 4,
@@ -99,7 +97,7 @@ def test_the_first_microbatch_whose_metrics_are_no_means_is_named() -> None:
 
 def test_a_gradient_of_a_dropped_token_is_named() -> None:
     given = iteration()
-    given.rank.output_options.drop_masked = True
+    given.call.options.drop_masked = True
     reports = LossReports(given)
     reports.report(0, torch.zeros(1, 2))  # gives every token a gradient of 0
     reports.report(1, torch.ones(1, 2))

@@ -58,7 +58,7 @@ class OutputChain:
     """
 
     def __init__(self, iteration: Iteration, model: PartitionedModel) -> None:
-        method, options = iteration.rank.method, iteration.rank.output_options
+        method, options = iteration.rank.method, iteration.call.options
         self.iteration, self.model, self.method = iteration, model, method
         self.training = PassType.B in method.waits_for
         computes_t = PassType.T in method.passes
@@ -77,11 +77,12 @@ class OutputChain:
 
     def warm_up(self) -> None:
         """Compile the kernels of this rank's shards: before the first iteration, on all ranks at once."""
-        weights, rank = (self.weight, self.model.word_embeddings.weight), self.iteration.rank
-        if self.training and not rank.output_options.invariant and all(w.requires_grad for w in weights):
+        iteration, weights = self.iteration, (self.weight, self.model.word_embeddings.weight)
+        trained = self.training and all(weight.requires_grad for weight in weights)
+        if trained and not iteration.call.options.invariant:
             grads = main_grad(weights[0]), main_grad(weights[1])
-            n = max(map(prod, self.iteration.microbatches.shapes))
-            shard, ranks = self.model.shard.range, len(rank.groups.ranks)
+            n = max(map(prod, iteration.microbatches.shapes))
+            shard, ranks = self.model.shard.range, len(iteration.rank.groups.ranks)
             warm_up(weights[0].detach(), grads, shard, self.options, ranks, n)
 
     @cached_property
@@ -96,7 +97,7 @@ class OutputChain:
     @cached_property
     def looks_back(self) -> bool:
         """Whether an extra reads the exponentials when the statistics have met."""
-        top = self.training and self.iteration.rank.output_options.top_logprobs > 0
+        top = self.training and self.iteration.call.options.top_logprobs > 0
         return self.terms.distillation is not None or top
 
     def extras(self, i: int) -> Sequence[Extra]:
@@ -170,7 +171,7 @@ def _metric(name: str) -> Extra:
 
 def _extras_of(chain: OutputChain) -> tuple[Extra, ...]:
     """The further numbers of every microbatch."""
-    call, options = chain.iteration.call, chain.iteration.rank.output_options
+    call, options = chain.iteration.call, chain.iteration.call.options
     weight, shard = chain.weight.detach(), chain.model.shard.range
     found: list[Extra] = []
     if chain.terms.needs_mean:
@@ -186,7 +187,7 @@ def _extras_of(chain: OutputChain) -> tuple[Extra, ...]:
 
 
 def _shard_options(chain: OutputChain) -> ShardOptions:
-    options = chain.iteration.rank.output_options
+    options = chain.iteration.call.options
     early = chain.early or bool(chain.method.in_step)
     return ShardOptions(
         # A distillation's needs the softmax, so the product comes after the statistics.
@@ -209,7 +210,7 @@ def _forward_of(chain: OutputChain) -> Forward:
     ) -> tuple[ShardState | None, Tensor]:
         return invariant.output_forward(x, weight, microbatch.targets, shard, options)
 
-    in_8_bits = chain.iteration.rank.output_options.fp8_head
+    in_8_bits = chain.iteration.call.options.fp8_head
 
     @cache
     def with_weight() -> ShardOptions:
@@ -230,7 +231,7 @@ def _forward_of(chain: OutputChain) -> Forward:
             e=spare.take(microbatch.tokens),
         )
 
-    return with_blocks if chain.iteration.rank.output_options.invariant else forward
+    return with_blocks if chain.iteration.call.options.invariant else forward
 
 
 class SpareExponentials:
