@@ -51,12 +51,7 @@ class LayerGraphs:
                 "CUDA graphs of layers: an evaluation before the first training call would be recorded in "
                 "its place; call model.eval() before it"
             )
-        if self._plan is not None and plan is not self._plan:
-            raise ValueError(
-                f"CUDA graphs of layers were captured in the order of a plan of {self._plan.schedule.m} "
-                f"microbatches, this call has another of {plan.schedule.m}; keep the number of "
-                "microbatches, in evaluation too, and the plan"
-            )
+        _check_same(plan, self._plan, ", in evaluation too,")
 
     def capture(self, plan: Plan, forward_only: bool) -> None:
         """After a call: make graphs of what the first training call recorded."""
@@ -152,9 +147,14 @@ class EngineGraphs:
         Raises:
             ValueError: for another plan than that in whose order graphs were captured.
         """
-        if self._plan is not None and plan is not self._plan:
-            raise ValueError(
-                f"CUDA graphs of layers were captured in the order of a plan of {self._plan.schedule.m} "
-                f"microbatches, this call has another of {plan.schedule.m}; keep the number of microbatches "
-                "and the plan"
-            )
+        _check_same(plan, self._plan)
+
+
+def _check_same(plan: Plan, captured: Plan | None, when: str = "") -> None:
+    """Raise a ValueError unless ``plan`` is the plan in whose order graphs were captured, if any were."""
+    if captured is not None and plan is not captured:
+        raise ValueError(
+            f"CUDA graphs of layers were captured in the order of a plan of {captured.schedule.m} "
+            f"microbatches, this call has another of {plan.schedule.m}; keep the number of "
+            f"microbatches{when} and the plan"
+        )
