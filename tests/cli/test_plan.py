@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,12 @@ from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli import plan
 from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choices import choice_of
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.tables import Answer, answer_json
 
 SMALL = (
     "--pp", "2", "--microbatches", "6", "--", "--num-layers", "4", "--hidden-size", "512",
@@ -53,15 +60,16 @@ EXPERTS = ("--num-experts", "8", "--moe-router-topk", "2")
 
 def test_the_times_of_the_recommended_passes_are_a_cost_file(tmp_path: Path) -> None:
     """``vocabpar schedule`` makes pairs of what ``vocabpar plan`` says that they hide."""
-    asked = words(8, 16, 16, 64000, "--dp", "4", "--ep", "4", "--format", "json")
-    data = json.loads(run(*asked, "--num-experts", "8", "--moe-router-topk", "6").output)
-    assert data["recommended"]["family"] == "dualpipev"
+    model = replace(model_preset("qwen3-30b-a3b"), layers=8)
+    request = Request(model, Job(p=2, d=8, e=8, m=8), hardware_named("h100"), 1e6)
+    best = choice_of(request, "vocab-1", "dualpipev")
+    data = json.loads(answer_json(Answer((), {}, (best,), best)))
     assert "--overlap-moe-expert-parallel-comm" in data["flags"]
     assert 0.0 < data["costs"]["hidden_ms"] < data["costs"]["F_ms"]
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(data["costs"]))
-    sizes = ("--pp", "8", "--microbatches", "16", "--family", "dualpipev", "--costs", str(costs))
-    planned = run("schedule", *sizes, "--method", data["recommended"]["method"], "--format", "json")
+    sizes = ("--pp", "2", "--microbatches", "8", "--family", "dualpipev", "--costs", str(costs))
+    planned = run("schedule", *sizes, "--method", "vocab-1", "--format", "json")
     assert '"pair": true' in planned.stdout
 
 

@@ -46,22 +46,20 @@ def job_of(words: str, **sizes: int | bool | str) -> tuple[dict[str, object], li
 
 @pytest.mark.parametrize("asked", RECOMPUTE)
 def test_the_option_says_what_is_recomputed(asked: str) -> None:
-    given = ("--pp", "2", "--microbatches", "4", "--recompute", asked, "--", *MODEL.split())
-    data = json.loads(plan(*given, "--recompute-granularity", "full").output)
-    assert data["job"]["recompute"] == asked
-    said = f"--recompute {asked} instead of --recompute-granularity full"
-    assert (said in data["notes"]) == (asked != "full")
+    job, said = job_of("--recompute-granularity full", recompute=asked)
+    assert job["recompute"] == asked
+    replaced = [f"--recompute {asked} instead of --recompute-granularity full"]
+    assert said == (replaced if asked != "full" else [])
 
 
 def test_a_script_of_eight_nodes_has_eight_replicas(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
     given = Given(read_script(str(path)), "train.sh")
+    model_from_arguments(given)
     job = job_from_arguments(given, {})
     assert (job.p, job.d, job.m, job.gpus) == (8, 8, 64, 64)
-    data = json.loads(plan("--script", str(path)).output)
-    assert (data["job"]["d"], data["job"]["m"]) == (8, 64)
-    (note,) = (line for line in data["notes"] if "Not used" in line)
+    (note,) = given.unread()
     assert "--lr 1e-4" in note
     assert "--num-layers" not in note
 
@@ -170,15 +168,15 @@ def test_a_preset_takes_arguments_of_the_job() -> None:
         "--preset",
         "llama-3.2-3b",
         "--microbatches",
-        "4",
+        "2",
         "--",
         "--context-parallel-size",
         "2",
         "--pipeline-model-parallel-size",
-        "4",
+        "2",
     )
     data = json.loads(result.output)
-    assert (data["job"]["c"], data["job"]["p"]) == (2, 4)
+    assert (data["job"]["c"], data["job"]["p"]) == (2, 2)
     assert "--context-parallel-size 2" in data["flags"]
 
 

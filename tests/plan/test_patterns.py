@@ -119,7 +119,7 @@ def test_ranks_take_about_what_the_mean_layers_would(shape: str) -> None:
 
 def test_a_plan_places_the_bars() -> None:
     """Stages take together what the mean layer says, and bars are better than layers divided evenly."""
-    request = Request(NEMOTRON, Job(p=4, t=2, m=16), H100, 80.0)
+    request = Request(NEMOTRON, Job(p=4, t=2, m=4), H100, 80.0)
     best = choice_of(request, "baseline", "v-zb")
     assert sum(best.layers) == 52
     rows = costs_of(request, best.layers).stage_ms
@@ -195,7 +195,7 @@ def test_a_pattern_after_the_dashes() -> None:
     """Its bars move, and its head stays."""
     words = "--hybrid-layer-pattern M-M|-M*-M/*- --mamba-num-groups 2 --hidden-size 256 --seq-length 512 "
     words += (
-        "--num-attention-heads 8 --vocab-size 64000 --pipeline-model-parallel-size 2 --global-batch-size 8"
+        "--num-attention-heads 8 --vocab-size 64000 --pipeline-model-parallel-size 2 --global-batch-size 2"
     )
     done = CliRunner().invoke(main, ["plan", "--format", "json", "--", *words.split()])
     plan = json.loads(done.stdout)

@@ -18,7 +18,7 @@ from megatron_vocabpar.schedule.words.dependencies import prerequisites
 from megatron_vocabpar.schedule.words.passes import PassType, parse
 from megatron_vocabpar.schedule.words.schedule import ScheduleError
 
-P, M, DEPTHS = 4, 7, 2
+P, M, DEPTHS = 4, 5, 2
 COSTS = PassCosts.default(P, DEPTHS)
 
 
@@ -46,9 +46,9 @@ def test_rows_of_all_heads_and_a_longer_last_stage() -> None:
 
 def test_the_rules_cost_no_time() -> None:
     """The last stage gets embedded tokens long before it needs them; nothing waits for their gradient."""
-    costs = replace(PassCosts.default(8, 1), last_stage_extra={})
+    costs = replace(PassCosts.default(4, 1), last_stage_extra={})
     with_rules, without = (
-        simulate(make_plan("vocab-2", 8, 24, costs=replace(costs, mtp_depths=depths))) for depths in (1, 0)
+        simulate(make_plan("vocab-2", 4, 12, costs=replace(costs, mtp_depths=depths))) for depths in (1, 0)
     )
     assert with_rules.iteration_ms <= 1.01 * without.iteration_ms
 

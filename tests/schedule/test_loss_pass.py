@@ -48,7 +48,7 @@ def test_what_waits_for_the_loss() -> None:
     assert METHODS["interlaced"].weight_pass is PassType.S
 
 
-@covering(("method", NAMES), ("family", families()), ("p", [1, 2, 3, 5]))
+@covering(("method", NAMES), ("family", families()), ("p", [1, 2, 3]))
 def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p: int) -> None:
     """Only the rank of the loss function runs L; in V shapes that is not the rank of the last stage."""
     for m in {1, 2 * p + 1}:
@@ -68,9 +68,9 @@ def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p:
     ("method", "p"), rest_is_slow([(m, p) for m in ("vocab-1", "vocab-2") for p in (8, 16)], ("vocab-2", 8))
 )
 def test_the_loss_function_in_between_costs_nothing(method: str, p: int) -> None:
-    """128 microbatches, vocabulary 256k; the time of L is on neither side."""
+    """8p microbatches, vocabulary 256k; the time of L is on neither side."""
     before, ours = (
-        simulate(make_plan(kind, p, 128, costs=PassCosts.paper(p))) for kind in (PAPERS[method], method)
+        simulate(make_plan(kind, p, 8 * p, costs=PassCosts.paper(p))) for kind in (PAPERS[method], method)
     )
     print(method, p, f"{ours.iteration_ms / before.iteration_ms - 1:+.4%}")
     assert ours.iteration_ms <= before.iteration_ms * 1.001
@@ -108,7 +108,7 @@ def test_there_and_back_and_drawn(method: str, family: str) -> None:
     assert "loss function" in draw_text(simulate(plan))
 
 
-@covering(("family", [name for name, kind in families().items() if kind.shape == "vshape"]), ("p", [2, 3, 5]))
+@covering(("family", [name for name, kind in families().items() if kind.shape == "vshape"]), ("p", [2, 3]))
 def test_a_whole_layer_sends_its_losses_to_the_loss_function(family: str, p: int) -> None:
     """In a V the last stage is on rank 0, the loss function on the last."""
     plan = make_plan("baseline", p, 2 * p + 1, family=family)

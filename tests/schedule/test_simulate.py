@@ -32,6 +32,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import Comm, CommType, Pass, parse
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Deadlock, Schedule
+from tests.cases import covering, rest_is_slow
 from tests.schedule import reference, reference_queues
 from tests.schedule.random_schedules import SHAPES, Shape, random_data, random_schedule
 from tests.schedule.simulated import ranks_of, simulated
@@ -87,8 +88,7 @@ def test_interlaced_stops_all_ranks_for_the_output_layer() -> None:
         assert end - start == pytest.approx(7.5)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 3), (4, 10)])
+@covering(("method", METHODS), (("p", "m"), [(1, 4), (2, 3), (4, 10)]))
 def test_equals_an_independent_simulation_without_latency(method: str, p: int, m: int) -> None:
     """With no communication time there is no contention, and all readings must agree exactly."""
     costs = PassCosts(10.0, 12.0, 8.0, 1.0, 1.0, COSTS.methods)
@@ -329,7 +329,7 @@ def published() -> dict[str, tuple[float, float, dict[str, tuple[float, ...]]]]:
     return runs
 
 
-@pytest.mark.parametrize("method", ["baseline", "redis", "vocab-1", "vocab-2"])
+@pytest.mark.parametrize("method", rest_is_slow(["baseline", "redis", "vocab-1", "vocab-2"], "vocab-2"))
 def test_published_runs_are_predicted(method: str) -> None:
     """Nothing is fitted; S:T is 1:2 in vocab-1 and 2:1 in vocab-2. Our order of vocab-2 is 1.7 % faster."""
     iteration_ms, comm, times = published()[method]

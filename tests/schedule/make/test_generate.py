@@ -73,7 +73,7 @@ def check(family: str, method: str, p: int, m: int) -> None:
     validate_program(schedule, lower(schedule))
 
 
-@covering(("method", METHODS), ("family", families()), ("p", [1, 2, 3, 5]))
+@covering(("method", METHODS), ("family", families()), ("p", [1, 2, 3]))
 def test_keeps_every_rule_by_an_independent_reading(family: str, method: str, p: int) -> None:
     for m in {1, p, 2 * p + 1}:
         check(family, method, p, m)
@@ -88,9 +88,10 @@ def test_keeps_every_rule_in_long_pipelines(family: str, method: str, p: int) ->
 
 @pytest.mark.parametrize(
     ("method", "p"),
-    [(method, p) for method in METHODS for p in (2, 3, 4, 8)]
+    [(method, p) for method in METHODS for p in (2, 4)]
     + rest_is_slow(
-        [(method, p) for method in ("baseline", "vocab-1", "vocab-2") for p in (5, 7, 12, 16, 24, 32)]
+        [(method, p) for method in METHODS for p in (3, 8)]
+        + [(method, p) for method in ("baseline", "vocab-1", "vocab-2") for p in (5, 7, 12, 16, 24, 32)]
         + [(method, 15) for method in ("redis", "naive", "interlaced")]
     ),
 )
@@ -138,8 +139,8 @@ def test_golden(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     st.data(),
     st.sampled_from(list(families())),
     st.sampled_from(list(METHODS)),
-    st.integers(1, 6),
-    st.integers(1, 14),
+    st.integers(1, 4),
+    st.integers(1, 9),
     st.none() | st.sampled_from([1.0, 1.5, 2.0, 3.0]),
 )
 def test_any_times_and_any_memory_give_a_valid_schedule(
@@ -217,7 +218,7 @@ REACHED = {
 @pytest.mark.parametrize(
     ("method", "p"),
     rest_is_slow(
-        [(method, p) for method, row in REACHED.items() for p in row], *((method, 8) for method in REACHED)
+        [(method, p) for method, row in REACHED.items() for p in row], ("vocab-1", 8), ("interlaced", 8)
     ),
 )
 def test_iteration_time_in_the_papers_settings(method: str, p: int) -> None:
@@ -247,7 +248,7 @@ FAMILIES_REACHED = {
 
 @pytest.mark.parametrize(
     ("family", "p", "cap"),
-    rest_is_slow(FAMILIES_REACHED, ("zb-h1", 8, 9), ("interleaved", 8, 10), ("v-half", 8, 6), ("v-zb", 8, 8)),
+    rest_is_slow(FAMILIES_REACHED, ("v-half", 8, 6)),
 )
 def test_iteration_time_of_families_in_the_papers_settings(family: str, p: int, cap: float) -> None:
     result = in_the_papers_setting("vocab-2", p, family, cap)

@@ -51,9 +51,9 @@ def over_the_ideal(plan: Plan, share: float) -> float:
 @pytest.mark.parametrize(
     ("family", "p", "above", "share", "most"),
     [
-        ("dualpipev", 8, 2, 0.2, 1.066),
         *rest_is_slow(
             [
+                ("dualpipev", 8, 2, 0.2, 1.066),
                 ("dualpipev", 8, 2, 0.4, 1.1),
                 ("dualpipev", 8, 1, 0.2, 1.066),
                 ("dualpipev", 8, 1, 0.4, 1.103),
@@ -118,10 +118,10 @@ def test_a_pair_waits_for_the_loss_function() -> None:
     assert waits_ms(best.rules) < 0.5 * waits_ms(eager)
 
 
-@covering(("family", PAIRED), ("method", METHODS), ("p", [1, 2, 3, 5]))
+@covering(("family", PAIRED), ("method", METHODS), ("p", [1, 2, 4]))
 def test_every_method_keeps_the_rules_and_its_claim(family: str, method: str, p: int) -> None:
     costs = replace(PassCosts.default(p), hidden_ms=4.0)
-    for m in {1, 2, p, 2 * p + 1}:
+    for m in {1, 2 * p + 1}:
         plan = make_plan(method, p, m, family=family, costs=costs)
         validate(plan.schedule, claimed_peak(METHODS[method], p, family_named(family), 2))
         data = json.loads(to_json(plan.schedule))
@@ -165,13 +165,13 @@ def test_pairs_of_some_ranks_alone() -> None:
 
 def test_a_search_tries_pairs_where_there_is_something_to_hide() -> None:
     said: list[str] = []
-    costs = replace(PassCosts.default(3), hidden_ms=6.0)
+    costs = replace(PassCosts.default(2), hidden_ms=6.0)
     request = PlanRequest(
-        method="vocab-2", p=3, m=9, family=SEARCH, max_activations=4, among=["v-zb", "dualpipev"]
+        method="vocab-2", p=2, m=5, family=SEARCH, max_activations=3, among=["v-zb", "dualpipev"]
     )
     found = schedule_for(replace(request, costs=costs), said.append)
     assert found.pairs
-    alone = generate("vocab-2", 3, 9, family="dualpipev", costs=costs, max_activations=4)
+    alone = generate("vocab-2", 2, 5, family="dualpipev", costs=costs, max_activations=3)
     assert simulate(Plan.of(found, costs)).iteration_ms <= simulate(Plan.of(alone, costs)).iteration_ms
     assert any("dualpipev" in line for line in said)
     said.clear()

@@ -12,6 +12,7 @@ from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
+from tests.cases import covering
 
 LAYERS = (3, 2, 2, 3, 2, 2, 2, 1)  # of 4 ranks in a V: rank 0 holds the first and the last stage
 COSTS = replace(PassCosts.default(4), layers_per_stage=LAYERS, hidden_ms=6.0)
@@ -31,22 +32,21 @@ def held_layers(schedule: Schedule, rank: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("method", ["baseline", "vocab-2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@covering(("family", FAMILIES), ("method", ["baseline", "vocab-2"]))
 def test_a_given_cap_weighs_chunks_by_their_layers(family: str, method: str) -> None:
     """The baseline's last stage also has the whole output layer."""
-    plan = make_plan(method, 4, 12, family=family, costs=COSTS, max_activations=4)
+    plan = make_plan(method, 4, 8, family=family, costs=COSTS, max_activations=4)
     validate(plan.schedule)
     for rank in range(4):
         layers = [LAYERS[stage] for stage in plan.schedule.placement.stages_of(rank)]
         assert held_layers(plan.schedule, rank) <= 4 * sum(layers)
-    problem = Problem.of(PlanRequest(method=method, p=4, m=12, family=family, costs=COSTS, max_activations=4))
+    problem = Problem.of(PlanRequest(method=method, p=4, m=8, family=family, costs=COSTS, max_activations=4))
     assert problem.bound_ms() <= simulate(plan).iteration_ms
 
 
 def test_stages_take_as_long_as_their_layers() -> None:
     """An even stage has 17/8 layers, and takes half of a rank's 10 ms."""
-    plan = make_plan("vocab-2", 4, 12, family="dualpipev", costs=COSTS)
+    plan = make_plan("vocab-2", 4, 4, family="dualpipev", costs=COSTS)
     times = PassTimes.of(COSTS, plan.schedule)
     assert times.passes[PassType.F] == pytest.approx([count * 5 * 8 / 17 for count in LAYERS])
     assert {pair for pair in times.hidden if pair[0] == 0} == {(0, 0), (0, 7)}

@@ -82,7 +82,7 @@ def test_layers_whose_collectives_cross() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_time_in_the_freest_model_is_the_simulators(method: str) -> None:
-    plan = make_plan(method, 4, 7, family="v-half" if method != "redis" else "1f1b")
+    plan = make_plan(method, 3, 4, family="v-half" if method != "redis" else "1f1b")
     times = PassTimes.of(plan.costs, plan.schedule)
     in_models = [iteration_ms(plan.schedule, plan.program, times, model) for model in MODELS]
     assert in_models[0] == pytest.approx(simulate(plan).iteration_ms)
@@ -92,7 +92,7 @@ def test_time_in_the_freest_model_is_the_simulators(method: str) -> None:
 def test_hangs_are_those_of_an_independent_play() -> None:
     """Random schedules of every shape, with communication moved about; both verdicts occur in every model."""
     verdicts: Counter[tuple[str, bool]] = Counter()
-    for seed in range(30):
+    for seed in range(12):
         draw = Random(seed)
         shape = replace(draw.choice([s for s in SHAPES if s.p > 1]), m=2)
         schedule = random_schedule(shape, seed)
@@ -112,9 +112,9 @@ def check_family(family: str, sizes: dict[int, set[int]]) -> None:
                     assert not any(found.values()), (method, p, m, found)
 
 
-@pytest.mark.parametrize("family", rest_is_slow(families(), "1f1b", "v-half", "v-zb"))
+@pytest.mark.parametrize("family", rest_is_slow(families(), "v-half"))
 def test_our_programs_run_in_every_model(family: str) -> None:
-    check_family(family, {4: {5}})
+    check_family(family, {3: {4}})
 
 
 @pytest.mark.parametrize(("family", "p", "m"), [("v-zb", 2, 5), ("v-min", 4, 5)])

@@ -19,6 +19,7 @@ from megatron_vocabpar.schedule.words.passes import (
 )
 from megatron_vocabpar.schedule.words.placement import Placement, Shape
 from megatron_vocabpar.schedule.words.schedule import Schedule, forward_only, passes_of
+from tests.cases import covering
 
 
 def schedule_of(
@@ -127,8 +128,10 @@ def test_what_is_ready_at_once_is_in_order_of_type_stage_and_microbatch() -> Non
     assert (lower(schedule, costs), {}) == insert(played, order)
 
 
-@pytest.mark.parametrize("method", ["baseline", "naive", "vocab-1", "vocab-2", "interlaced"])
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 5), (4, 9), (7, 3)])
+@covering(
+    ("method", ["baseline", "naive", "vocab-1", "vocab-2", "interlaced"]),
+    (("p", "m"), [(1, 3), (2, 5), (4, 9), (7, 3)]),
+)
 def test_all_ranks_keep_one_order(method: str, p: int, m: int) -> None:
     """Two ranks have the communication that they share in the same order: transfers and collectives."""
     schedule = generate(method, p, m)

@@ -26,6 +26,7 @@ from tests.schedule.random_schedules import SHAPES, Shape, random_schedule, with
 from tests.support.hangs import checked_verdicts, shuffled
 
 HIDDEN_MS = 6.0
+_PAIRS = 12  # that are compared for each shape
 PAIRED = (DUALPIPEV.name, ONE_F_ONE_B_OVERLAP.name)
 
 
@@ -51,7 +52,7 @@ def test_times_are_those_of_an_independent_simulation(shape: Shape) -> None:
     seen = 0
     for seed in range(20):
         schedule = runnable(shape, seed)
-        if schedule is None or not schedule.pairs:
+        if schedule is None or not schedule.pairs or seen > _PAIRS:
             continue
         seen += len(schedule.pairs)
         method, chunks = schedule.method, shape.chunks
@@ -126,7 +127,7 @@ def test_all_that_a_pair_needs_stands_before_it(shape: Shape) -> None:
 def test_hangs_are_those_of_an_independent_play() -> None:
     """Both verdicts occur in most models."""
     verdicts: Counter[tuple[str, bool]] = Counter()
-    for seed in range(100):
+    for seed in range(60):
         draw = Random(seed)
         schedule = runnable(shape := replace(draw.choice([s for s in SHAPES if s.p > 1]), m=2), seed)
         if schedule is None or not schedule.pairs:
@@ -176,7 +177,7 @@ def check_family(family: str, sizes: dict[int, set[int]]) -> int:
 
 @pytest.mark.parametrize("family", rest_is_slow(PAIRED, "dualpipev"))
 def test_programs_with_pairs_run_in_every_model(family: str) -> None:
-    assert check_family(family, {3: {5}})
+    assert check_family(family, {2: {4}})
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -41,12 +42,15 @@ def walked(plan: Plan, result: Simulation, rank: int, types: Collection[CommType
     return kernels / length
 
 
+_plan = cache(lambda method, family: make_plan(method, 4, 8, family=family))
+
+
 @pytest.mark.parametrize(("method", "family"), [("vocab-1", "1f1b"), ("vocab-2", "v-half")])
 @pytest.mark.parametrize("types", QUEUES)
 def test_kernels_are_resident_from_their_launch_to_their_end(
     method: str, family: str, types: Collection[CommType]
 ) -> None:
-    plan = make_plan(method, 4, 8, family=family)
+    plan = _plan(method, family)
     result = simulate(plan)
     beside = resident_beside_layers(result.events, types)
     assert beside == pytest.approx([walked(plan, result, rank, types, beside="FBW") for rank in range(4)])
