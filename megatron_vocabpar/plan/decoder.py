@@ -22,7 +22,6 @@ from typing import Self
 
 from megatron_vocabpar.plan.pattern import ATTENTION, layers_in
 
-
 MOST_LAYERS = 4096
 """Layers of a model that are counted one by one; the deepest that is published has 126."""
 
