@@ -23,7 +23,7 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layouts
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.plays import in_full, play_stock, stock_choice
+from megatron_vocabpar.plan.plays import play_in_full, play_stock, stock_choice
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.schedule.make.choose import choose
 
@@ -124,7 +124,8 @@ def schedules() -> Iterator[tuple[str, float, float]]:
     )  # fmt: skip
     request = Request(model, Job(p=8, m=32), hardware_named("MI300X"), limit_gib=192.0)
     times = {
-        family: in_full(choice_of(request, "baseline", family)).iteration_ms for family in ("1f1b", *PRIMUS)
+        family: play_in_full(choice_of(request, "baseline", family)).iteration_ms
+        for family in ("1f1b", *PRIMUS)
     }
     for family, published in PRIMUS.items():
         yield family, published, times["1f1b"] / times[family]

@@ -20,8 +20,8 @@ from pathlib import Path
 from lab.paper.measured import MeasuredRow, read_measured
 from lab.paper.rows import CsvRow, read_rows
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.memory import GIB, PUBLISHED, Held, stage_memory
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.stage_memory import GIB, PUBLISHED, Held, stage_memory
 from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
 from megatron_vocabpar.schedule.words.methods import Method, method_named
 from megatron_vocabpar.schedule.words.placement import Placement

@@ -1,7 +1,7 @@
 """Compares the paper's results with simulated ones: Tables 3, 5 and 6, which Figures 11 to 14 draw.
 
 If the passes of a cell's own run were published, its MFU is simulated from them (``measured.py``), otherwise
-from the estimates for an A100 (``plan/times.py``). Its memory is that of ``plan/memory.py``.
+from the estimates for an A100 (``plan/times.py``). Its memory is that of ``plan/stage_memory.py``.
 
 Next: ``figures.py``.
 """

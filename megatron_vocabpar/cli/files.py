@@ -76,7 +76,7 @@ def flag_of(name: str, each: Option) -> str:
 
 
 @contextmanager
-def without_garbage() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """Stop garbage collection inside: millions of passes live to the end, and scanning them is slow."""
     gc.disable()
     try:
@@ -96,13 +96,13 @@ def read_plan(path: str, costs: PassCosts | None) -> Plan:
     """
     text = text_of(path, f"the schedule {path}")
     try:
-        plan = plan_from_json(_without_digest(text), costs)
+        plan = plan_from_json(_plan_of_kept(text), costs)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return plan if costs is None else replace(plan, costs=costs)
 
 
-def _without_digest(text: str) -> str:
+def _plan_of_kept(text: str) -> str:
     """The plan alone of a file of ``pipeline/tuning/kept_plan.py``; another text as it is."""
     kept = read_object(text, "the schedule") if '"digest"' in text else {}
     return json.dumps(kept["plan"]) if "plan" in kept else text

@@ -1,4 +1,4 @@
-"""``vocabpar layout``: where Megatron's own schedule has its layers best, for whoever stays with it.
+"""``vocabpar layout``: the fastest layout of layers for Megatron's own schedules.
 
 Exit code 0: a layout fits; 1: none does; 2: bad input.
 """
@@ -18,10 +18,10 @@ from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, ot
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.job import refused
-from megatron_vocabpar.plan.layer_counts import Layout, layouts_of
-from megatron_vocabpar.plan.memory import GIB
-from megatron_vocabpar.plan.plays import in_full, play_stock, quick_stock_choices, stock_choice
+from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of
+from megatron_vocabpar.plan.plays import play_in_full, play_stock, quick_stock_choices, stock_choice
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
+from megatron_vocabpar.plan.stage_memory import GIB
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
@@ -55,24 +55,26 @@ def layout_command(ctx: click.Context, arguments: tuple[str, ...], **options: An
         )
     fitting = [choice for choice in quick_stock_choices(request, layouts) if choice.fits]
     if fitting:
-        choice, *_ = choose(fitting, in_full, most=1)
+        choice, *_ = choose(fitting, play_in_full, most=1)
     else:  # the fastest is printed as it is estimated, with the memory that it would need
-        choice, *_ = choose(quick_stock_choices(replace(request, limit_gib=inf), layouts), in_full, most=0)
-    ours = best_of(all_choices(request))  # what cannot be is refused before anything is told
+        choice, *_ = choose(
+            quick_stock_choices(replace(request, limit_gib=inf), layouts), play_in_full, most=0
+        )
+    ours = best_of(all_choices(request))  # impossible requests are refused before anything is printed
     click.echo(f"{model.name} on {job.p} stages of {gpu.name}, {choice.name}, {job.m} microbatches:")
-    click.echo(_told(replace(choice, request=request)))
+    click.echo(_description(replace(choice, request=request)))
     click.echo(" ".join(choice.flags) or "no flag: the layers are even")
     if checked is not None:
-        found = play_stock(stock_choice(request, checked))
-        far = found.iteration_ms / choice.iteration_ms - 1.0
-        click.echo(f"{given_layout}: {_told(found)}; {far:+.1%}")
+        given_choice = play_stock(stock_choice(request, checked))
+        slower = given_choice.iteration_ms / choice.iteration_ms - 1.0
+        click.echo(f"{given_layout}: {_description(given_choice)}; {slower:+.1%}")
     if ours is not None:
         click.echo(f"this package's {ours.name}: {_figures(ours)}")
     if not fitting:
         ctx.exit(NOTHING_FITS)
 
 
-def _checked(request: Request, layout: str) -> Layout:
+def _checked(request: Request, layout: str) -> StockLayout:
     """The layout, if Megatron takes it.
 
     Raises:
@@ -102,16 +104,16 @@ def _checked(request: Request, layout: str) -> Layout:
             f"--check {layout}: Megatron keeps all m together, in the last model chunk of a rank; write them "
             f"into one of the last {p} stages"
         )
-    return Layout("the given layout", chunks, counts, ())
+    return StockLayout("the given layout", chunks, counts, ())
 
 
-def _told(choice: Choice) -> str:
+def _description(choice: Choice) -> str:
     """A layout's time, memory, and how much more than the mean its busiest rank works."""
     request, p = choice.request, choice.request.job.p
     frame = Schedule(method_named(BASELINE), Placement(p, len(choice.layers) // p, "standard"), request.job.m)
     passes = PassTimes.of(costs_of(request, choice.layers), frame, splits_w=False).passes
-    both = [sum(ms) for ms in zip(passes[PassType.F], passes[PassType.B], strict=True)]
-    ranks = [sum(both[rank::p]) for rank in range(p)]
+    stage_ms = [sum(ms) for ms in zip(passes[PassType.F], passes[PassType.B], strict=True)]
+    ranks = [sum(stage_ms[rank::p]) for rank in range(p)]
     busiest = max(ranks) * p / sum(ranks) - 1.0
     fits = "" if choice.fits else f", more than the {request.limit_gib:.1f} of a GPU"
     return f"{_figures(choice)}{fits}; the busiest rank works {busiest:.1%} more than the mean"

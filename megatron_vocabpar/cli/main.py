@@ -141,7 +141,7 @@ class VerbGroup(click.Group):
         missing = (error.name or "").partition(".")[0]
         if verb in _BARE or missing in _OURS:
             return error
-        # Beside a Megatron of one's own '.[train]' would install another: it is for who has none.
+        # Beside an installed Megatron, '.[train]' would install a second one: it is for machines without.
         extra = "train" if missing in ("torch", "megatron") else "tools"
         remedy = f"run in the clone: pip install '.[{extra}]'"
         return self._bad(verb, f"the module {error.name!r} is not installed; {remedy}")

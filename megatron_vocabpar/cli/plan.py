@@ -14,6 +14,7 @@ import click
 
 from megatron_vocabpar.cli.files import FORMAT, click_options, tell
 from megatron_vocabpar.cli.job_options import PlanOptions, checked_options
+from megatron_vocabpar.plan.answer import answer_for_job, answer_json, print_answer
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named
@@ -27,7 +28,6 @@ from megatron_vocabpar.plan.read_arguments import (
 )
 from megatron_vocabpar.plan.read_config import load_config, model_preset
 from megatron_vocabpar.plan.read_script import read_script, run_script, starters
-from megatron_vocabpar.plan.tables import answer_for_job, answer_json, print_answer
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import console
 
@@ -60,7 +60,7 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
 
         click.echo("\n".join(sources(gpu)), err=output_format == "json")
     if options["gpus"] is not None:
-        from megatron_vocabpar.cli.configurations import plan_gpus
+        from megatron_vocabpar.cli.plan_gpus import plan_gpus
 
         found = plan_gpus(model, given, gpu, limit, options, notes, output_format)
         ctx.exit(0 if found else NOTHING_FITS)

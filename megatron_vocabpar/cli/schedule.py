@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from megatron_vocabpar.cli.files import completing, read_plan, tell, without_garbage, write_output
+from megatron_vocabpar.cli.files import completing, garbage_collection_paused, read_plan, tell, write_output
 from megatron_vocabpar.schedule import draw
 from megatron_vocabpar.schedule.make.bounds import least_ms
 from megatron_vocabpar.schedule.make.families import SEARCH, families, family_of
@@ -69,7 +69,7 @@ _LARGE = 8192  # microbatches of all ranks: planning takes more than a few secon
     help="Most pixels of time in a picture; by default passes are wide enough to be read.",
 )
 @click.option("--output", metavar="FILE", help="Write there instead of to the terminal.")
-@without_garbage()
+@garbage_collection_paused()
 @click.pass_context
 def schedule_command(
     ctx: click.Context,
@@ -163,13 +163,13 @@ def _check_alone(ctx: click.Context, schedule_file: str) -> None:
             f"{schedule_file}: a file is only checked here; give --check nccl, or vocabpar simulate "
             f"{schedule_file}"
         )
-    flags = {one.name: one.opts[0] for one in ctx.command.params if one.name not in _OF_A_FILE}
+    flags = {option.name: option.opts[0] for option in ctx.command.params if option.name not in _OF_A_FILE}
     if useless := [flag for name, flag in flags.items() if name in given]:
         raise ValueError(f"{', '.join(useless)}: the schedule is that of {schedule_file}; leave it out")
 
 
 def hang_report(plan: Plan) -> str:
-    """One line a model, for training and for evaluation: the iteration's time, or who waits for whom."""
+    """For training and evaluation, a line for each model: the iteration's time, or the ranks that hang."""
     parts = {"training": plan}
     if not plan.late:
         launched = plan.launched_late((_LAYERS,) * plan.schedule.placement.num_stages)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, read_plan, without_garbage, write_output
+from megatron_vocabpar.cli.files import FORMAT, garbage_collection_paused, read_plan, write_output
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.draw import (
     WHY_THEY_DIFFER,
@@ -53,7 +53,7 @@ _PEAKS = (SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS)
     metavar="TIMELINE.json",
     help="What a training run measured: drawn below the plan; without --costs it gives the plan's times.",
 )
-@without_garbage()
+@garbage_collection_paused()
 def simulate_command(
     schedule_file: str,
     costs_file: str | None,

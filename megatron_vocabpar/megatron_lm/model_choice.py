@@ -30,7 +30,7 @@ from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import hardware_presets
 from megatron_vocabpar.plan.layer_counts import layout_of
 from megatron_vocabpar.plan.pattern import layers_in, with_bars
-from megatron_vocabpar.plan.plays import in_full
+from megatron_vocabpar.plan.plays import play_in_full
 from megatron_vocabpar.plan.read_arguments import job_of_processes, model_from_arguments
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, families, family_named
@@ -164,7 +164,7 @@ def _ranked(
 ) -> list[Choice]:
     """Those that can run, by quick plays, the fastest first; by default with the layouts of each family."""
     choices = [choice for each in both for choice in choices_of(request, *each, layouts=layouts)]
-    return [choice for choice in choose(choices, in_full, most=0) if not choice.problem]
+    return [choice for choice in choose(choices, play_in_full, most=0) if not choice.problem]
 
 
 def _comparison(asked: str, ranked: Sequence[Choice]) -> str:

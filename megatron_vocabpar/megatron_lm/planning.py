@@ -277,7 +277,7 @@ def plan_request(
         for family in fitting
         for method in known or methods
     ]
-    best, *others = choose(map(Scheduled.of, requests), Scheduled.in_full)
+    best, *others = choose(map(Scheduled.of, requests), Scheduled.play_in_full)
     slower = ", ".join(
         f"{slow.request.method_name} in {slow.request.family_name} {slow.known_ms / best.known_ms - 1:+.1%}"
         + ("" if slow.is_full else " at least")

@@ -5,7 +5,7 @@ two readings (``price.py``), and a gain that is smaller than the planner's own e
 Megatron's is *decided* where both readings agree and both gains are larger than the error. For example, 1.05
 and 1.04 times as fast is decided, with an error of 0.024; 1.05 and 1.01 is not, nor are 1.03 and 0.97.
 
-Next: ``tables.py``.
+Next: ``answer.py``.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def reasons(choices: Sequence[Choice], best: Choice) -> list[str]:
 def redistribution(choices: Sequence[Choice]) -> list[str]:
     """A sentence if moving layers away from the last stage is enough; else none."""
     moved = _find(choices, REDIS, "1f1b")
-    found = (_find(choices, method, "1f1b") for method in (VOCAB_1, VOCAB_2))
-    partitioned = [choice for choice in found if choice is not None and not choice.problem]
+    in_1f1b = (_find(choices, method, "1f1b") for method in (VOCAB_1, VOCAB_2))
+    partitioned = [choice for choice in in_1f1b if choice is not None and not choice.problem]
     if moved is None or moved.problem or not partitioned:
         return []
     best = min(partitioned, key=lambda choice: choice.iteration_ms)
@@ -197,9 +197,9 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _fitting(request: Request) -> Choice | None:
     """The fastest of the lean choices that fits."""
-    tried = [choice_of(request, method, family) for method, family in _LEAN]
+    lean = [choice_of(request, method, family) for method, family in _LEAN]
     return min(
-        (choice for choice in tried if choice.fits), key=lambda choice: choice.iteration_ms, default=None
+        (choice for choice in lean if choice.fits), key=lambda choice: choice.iteration_ms, default=None
     )
 
 
@@ -260,7 +260,7 @@ def shares(choice: Choice) -> dict[str, float]:
         "context parallelism": 3 * layer.context * of_all,
         "the exchange of experts": (2 * layer.exchange - (layer.hidden if choice.pairs else 0.0)) * of_all,
         "recomputation": layer.repeated * of_all,
-        "gradients and the step": choice.after_ms / choice.iteration_ms,
+        "gradients and the step": choice.tail_ms / choice.iteration_ms,
     }
 
 
@@ -273,23 +273,23 @@ def binds(choice: Choice) -> str:
     return ", ".join(causes) or "operations"
 
 
-def stock_best(found: Sequence[Choice]) -> Choice | None:
+def stock_best(choices: Sequence[Choice]) -> Choice | None:
     """The fastest that Megatron can run without this package."""
-    return next((choice for choice in found if choice.stock), None)
+    return next((choice for choice in choices if choice.stock), None)
 
 
-def shown(found: Sequence[Choice]) -> list[Choice]:
+def shown(choices: Sequence[Choice]) -> list[Choice]:
     """The best entries, and Megatron's best behind them if it is not among them."""
-    best, stock = list(found[:BEST]), stock_best(found)
+    best, stock = list(choices[:BEST]), stock_best(choices)
     return best if stock is None or stock in best else [*best, stock]
 
 
-def gain(found: Sequence[Choice]) -> str:
+def gain(choices: Sequence[Choice]) -> str:
     """How much faster the best is than the best of Megatron by itself; empty if it is that, or none fits."""
-    stock = stock_best(found)
-    if stock is None or stock is found[0]:
+    stock = stock_best(choices)
+    if stock is None or stock is choices[0]:
         return ""
-    times = stock.iteration_ms / found[0].iteration_ms
+    times = stock.iteration_ms / choices[0].iteration_ms
     return (
         f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.name} "
         f"with {sizes_of(stock.request.job)}"

@@ -11,11 +11,11 @@ from math import inf
 
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
-from megatron_vocabpar.plan.memory import GIB, Parameters, StageMemory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.pattern import layers_in
 from megatron_vocabpar.plan.price import Price, Use, readings
-from megatron_vocabpar.plan.times import StageLayers, after_ms, costs_of_stages, estimated_costs
+from megatron_vocabpar.plan.stage_memory import GIB, Parameters, StageMemory
+from megatron_vocabpar.plan.times import StageLayers, costs_of_stages, estimated_costs, tail_ms
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import BASELINE
@@ -32,7 +32,8 @@ class Request:
     Attributes:
         limit_gib: the most GiB that a GPU may hold.
         measured: measured times, which replace the estimates.
-        prices: what layers take beside others, by the name of the reading; the first one orders choices.
+        prices: how much longer layers take beside other work, by the name of the reading; choices are
+            ordered by the first.
         max_activations: the most microbatches whose activations a rank may hold; by default what each
             family needs.
     """
@@ -53,14 +54,14 @@ class Request:
         return costs.with_layers(factor)
 
     def factors(self, use: Use) -> list[float]:
-        """By each reading, the time of layers over that in ``costs()``, whose GPUs are busy, too.
+        """By each reading, the time of layers over that in ``costs()``, which are those of busy GPUs.
 
         Measured passes run one after another, so their GPU is always busy.
         """
         busy = 1.0 if self.measured else self.hardware.rates.busy
-        known, multiprocessors = Use(busy), self.hardware.multiprocessors
+        reference, multiprocessors = Use(busy), self.hardware.multiprocessors
         return [
-            price.factor(use, multiprocessors) / price.factor(known, multiprocessors)
+            price.factor(use, multiprocessors) / price.factor(reference, multiprocessors)
             for price in self.prices.values()
         ]
 
@@ -75,7 +76,7 @@ class Choice:
     """One method in one family, after a quick play or a full one.
 
     Attributes:
-        request: what it answers.
+        request: the request that it answers.
         layers: transformer layers of each stage.
         iteration_ms: the iteration's time, with the optimizer's step, by the first reading of ``price.py``.
         other_ms: the same by the last reading.
@@ -83,13 +84,14 @@ class Choice:
         stages: the memory of each rank at its peak.
         problem: the reason why it cannot run; the other fields are then empty.
         is_full: it was simulated for all microbatches.
-        exact: and its time has all that collectives take from layers.
+        exact: it was simulated in full, and its time includes all that collectives take from layers.
         flags: for stock Megatron, the flags that place its layers.
-        after_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
-        use: what runs beside layers.
-        channels: how many of NCCL suffice for our collectives; 0 without any, or unless ``exact``.
-        needed_gib: the GiB that it would need without what saves memory in its job, or the limit if they are
-            unknown; 0 where nothing does.
+        tail_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
+        use: how much of the time other work runs beside layers.
+        channels: the channels of NCCL that suffice for our collectives; 0 without collectives, or unless
+            ``exact``.
+        needed_gib: the GiB that the job would need without its memory savers, or the limit if they are
+            unknown; 0 without memory savers.
     """
 
     request: Request = field(hash=False)
@@ -104,7 +106,7 @@ class Choice:
     is_full: bool = False
     exact: bool = False
     flags: tuple[str, ...] = ()
-    after_ms: float = 0.0
+    tail_ms: float = 0.0
     use: Use = field(default_factory=Use)
     channels: int = 0
     needed_gib: float = 0.0
@@ -171,10 +173,10 @@ def priced_ms(request: Request, length_ms: float, layers: float, use: Use) -> li
     return [length_ms * (1.0 + layers * (factor - 1.0)) for factor in request.factors(use)]
 
 
-def longest_after_ms(
+def longest_tail_ms(
     job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts, w_chunks: int = 0
 ) -> float:
-    """The ms after the schedule, on the rank that takes longest; ``w_chunks`` as in ``after_ms``."""
+    """The ms after the schedule, on the rank that takes longest; ``w_chunks`` as in ``tail_ms``."""
     return max(
-        after_ms(*held, held.updated(job), job, hardware, costs, w_chunks=w_chunks) for held in parameters
+        tail_ms(*held, held.updated(job), job, hardware, costs, w_chunks=w_chunks) for held in parameters
     )

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_vocabpar.parent import follow_parent
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.layer_counts import layer_counts
-from megatron_vocabpar.plan.plays import in_full, played
+from megatron_vocabpar.plan.plays import play_in_full, played
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import Family, families, family_named
 from megatron_vocabpar.schedule.words.methods import (
@@ -52,20 +52,21 @@ def all_choices(
         ValueError: if none can run: the costs list another number of ranks, or layers cannot fill the stages.
     """
     hides = request.costs().hides
-    known = [name for name, family in families().items() if hides or not family.pairs]
-    both = [
+    usable = [name for name, family in families().items() if hides or not family.pairs]
+    pairs = [
         (method, family)
-        for family, method in product(among or known, methods)
+        for family, method in product(among or usable, methods)
         if family == "1f1b" or method not in ONLY_1F1B
     ]
-    with mapping(workers) as each:
-        layouts = each(partial(choices_of, request), *zip(*both, strict=True))
-        tried = [choice for of_pair in layouts for choice in of_pair]
-        if all(choice.problem for choice in tried):
-            raise ValueError(tried[0].problem)
-        ranked = fastest(tried, each=each, workers=workers)
+    with mapping(workers) as mapper:
+        layouts = mapper(partial(choices_of, request), *zip(*pairs, strict=True))
+        quick = [choice for of_pair in layouts for choice in of_pair]
+        if all(choice.problem for choice in quick):
+            raise ValueError(quick[0].problem)
+        ranked = fastest(quick, mapper=mapper, workers=workers)
     return [
-        _best_layout([choice for choice in ranked if (choice.method, choice.family) == pair]) for pair in both
+        _best_layout([choice for choice in ranked if (choice.method, choice.family) == pair])
+        for pair in pairs
     ]
 
 
@@ -73,7 +74,7 @@ def fastest(
     choices: Sequence[Choice],
     *,
     most: float = inf,
-    each: Callable[..., Iterator[Any]] = map,
+    mapper: Callable[..., Iterator[Any]] = map,
     workers: int = 1,
 ) -> list[Choice]:
     """``choose`` among quick plays; the first by the other reading of ``price.py`` is played in full, too.
@@ -83,8 +84,8 @@ def fastest(
     """
     fitting = [choice for choice in choices if choice.known_ms < inf]
     other = min(fitting, key=lambda choice: choice.other_ms, default=None)
-    tried = [in_full(choice) if choice is other else choice for choice in choices]
-    return choose(tried, in_full, fewest=_FEWEST, most=most, each=each, workers=workers)
+    candidates = [play_in_full(choice) if choice is other else choice for choice in choices]
+    return choose(candidates, play_in_full, fewest=_FEWEST, most=most, mapper=mapper, workers=workers)
 
 
 def _best_layout(layouts: Sequence[Choice]) -> Choice:
@@ -123,41 +124,43 @@ def choices_of(
     most: int | None = None,
     layouts: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Choice]:
-    """One method in one family with each of its layouts, or the ``most`` likeliest, but at least one.
+    """One method in one family with each of its layouts, after quick plays.
 
-    A layout is the number of layers of each stage; ``layouts`` takes the place of the family's own.
-
-    They are played for ``microbatches``, by default a few. What cannot take less than ``below_ms``, in
-    whatever order its passes run, is not played, and has a problem. With ``near_ms``, so has what takes as
-    much as both when played, and collectives beside layers count only in choices that fit.
+    Args:
+        microbatches: of a quick play; by default ``Request.trial_microbatches``.
+        below_ms: a layout whose bound is not below this is not played, and has a problem.
+        near_ms: a layout whose quick play takes at least the larger of ``below_ms`` and this has a problem,
+            too, and collectives beside layers are priced only in choices that fit.
+        most: the most layouts to play, the likeliest first.
+        layouts: the numbers of layers of each stage, in place of the family's own layouts.
     """
     method, family = method_named(method_name), family_named(name)
     try:
-        known = layer_counts(request, method, family) if layouts is None else layouts
+        counts = layer_counts(request, method, family) if layouts is None else layouts
         limits = microbatches, below_ms, near_ms
-        return [played(request, method, family, layers, *limits) for layers in known[:most]]
+        return [played(request, method, family, layers, *limits) for layers in counts[:most]]
     except ValueError as error:
         return [Choice(request, method.name, family.name, problem=str(error))]
 
 
 @contextmanager
 def mapping(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """``map``, in this process or over ``workers`` others, which an exception here ends at once."""
+    """``map`` in this process, or over ``workers`` processes, which an exception in this process kills."""
     if workers == 1:
         yield map
         return
-    others = set(active_children())
+    children = set(active_children())
     with ProcessPoolExecutor(workers, initializer=_follow) as pool:
         try:
             yield pool.map
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(active_children()) - others:  # they may still play for long
+            for worker in set(active_children()) - children:  # they may still play for long
                 worker.kill()
             raise
 
 
 def _follow() -> None:
-    """Prepare a worker: it leaves Ctrl-C to its parent, and ends with it."""
+    """Prepare a worker: it ignores Ctrl-C, which its parent handles, and ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow_parent()

@@ -1,17 +1,18 @@
-"""How to spread a model over some GPUs: every parallel configuration has a bound, and the best are played.
+"""Parallel configurations of a model on some GPUs: each has a bound on its time, and the best are played.
 
 Each configuration (t, p, c, e and the microbatch's size) has a bound: the work of the mean rank without any
-waiting. The first ``MOST`` are played, in turn by their bounds and by what is expected of them: our schedules
-with vocab-1, those with whole vocabulary layers and layers by hand, and Megatron's. For the best ten, what
-comes near the best is played with all layouts, and with our other methods. What cannot be faster than the
-known best of its kind or the tenth best kind, by its bound, is not played; what is not and comes not near the
-best of all is not priced (``price.py``). Of ours and of Megatron's ``choose`` then takes the fastest.
+waiting. The first ``MOST`` are played, in turn by their bounds and by expected times: our schedules with
+vocab-1, our schedules with whole vocabulary layers and layers by hand, and Megatron's. For the best ten, the
+families that come near the best are played with all layouts, and with our other methods. A configuration is
+not played if its bound is above the best time of its kind, or above that of the tenth best kind. A schedule
+that is neither faster than these nor near the best of all is not priced (``price.py``). ``choose`` then finds
+the fastest of ours and of Megatron's.
 
 Recomputation and an optimizer on the host save memory and cost time. A schedule takes the first of
 ``MEMORY_SAVERS`` with which it fits, in the order of their bounds.
 
 The same question always has the same answer: nothing depends on the clock.
-Next: ``tables.py``, which prints them.
+Next: ``answer.py``, which prints them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from itertools import chain, islice, product
 from math import inf
 from statistics import fmean
 
-from megatron_vocabpar.plan.choice import Choice, Request, longest_after_ms
+from megatron_vocabpar.plan.choice import Choice, Request, longest_tail_ms
 from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.layer_counts import layouts_of
-from megatron_vocabpar.plan.memory import GIB, RESERVED, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import quick_stock_choices
+from megatron_vocabpar.plan.stage_memory import GIB, RESERVED, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -46,7 +47,7 @@ from megatron_vocabpar.schedule.words.methods import (
 from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 128  # configurations that are played
-_NEAR = 1.03  # estimates over their kind's best that are kept
+_NEAR_BEST = 1.03  # estimates over their kind's best that are kept
 BEST = 10
 _MOST_FULL = 8  # full plays of ours, and of Megatron's
 _ALIKE = 2  # of them, the most with the same configuration, method and family
@@ -70,7 +71,7 @@ _LEAST_HELD = {
 
 @dataclass(frozen=True)
 class Question:
-    """The question: a model to spread over some GPUs.
+    """A model to spread over some GPUs.
 
     Attributes:
         batch: sequences of an iteration.
@@ -100,7 +101,7 @@ def configurations(question: Question) -> list[tuple[float, Job]]:
     fitting = []
     for job in _jobs(question):
         variants = memory_variants(question, job)
-        fits = next((each for each in variants if _fits_with(question, each, each.p / 3)), None)
+        fits = next((variant for variant in variants if _fits_with(question, variant, variant.p / 3)), None)
         if fits is not None:
             fitting.append((bound_ms(question, fits), expected_ms(question, fits), job))
     orders = (sorted(fitting, key=lambda row: (row[k], _sizes(row[2]))) for k in (0, 1))
@@ -158,7 +159,7 @@ def expected_ms(question: Question, job: Job) -> float:
     """About what the best schedule takes: also a quarter of 1F1B's idle time, and what gradients add."""
     model, gpu = question.model, question.hardware
     costs, parameters = estimated_costs(model, job, gpu), parameters_of(model, job, *_evenly(model, job.p))
-    after = longest_after_ms(job, gpu, parameters, costs, w_chunks=2)
+    after = longest_tail_ms(job, gpu, parameters, costs, w_chunks=2)
     return (job.m + (job.p - 1) / 4) * _work_ms(question, job, costs) + after
 
 
@@ -167,8 +168,8 @@ def _work_ms(question: Question, job: Job, costs: PassCosts) -> float:
     layer = layer_ms(question.model, job, question.hardware)
     output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     hidden = layer.hidden if can_pair(question.model, job) else 0.0
-    each = layer.forward + layer.backward + layer.weights - hidden
-    return (each * question.model.layers + output) / job.p
+    layer_work_ms = layer.forward + layer.backward + layer.weights - hidden
+    return (layer_work_ms * question.model.layers + output) / job.p
 
 
 def _fits_with(question: Question, job: Job, held: float, *, mean: bool = False) -> bool:
@@ -181,7 +182,7 @@ def _fits_with(question: Question, job: Job, held: float, *, mean: bool = False)
     stages = stage_memory(model, job, *_evenly(model, p), [Held(max(1.0, held))] * p)
     needed = min(stage.total for stage in stages)
     if mean:
-        needed = fmean(one.total - (1.0 + RESERVED) * (one.output + one.inputs) for one in stages)
+        needed = fmean(stage.total - (1.0 + RESERVED) * (stage.output + stage.inputs) for stage in stages)
     return needed <= question.limit_gib * GIB
 
 
@@ -215,7 +216,7 @@ def quick_plays(
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
             least = min(map(_ms, ours), default=inf)
-            limits = min(ours_ms, least), _NEAR * min(best_ms, least)
+            limits = min(ours_ms, least), _NEAR_BEST * min(best_ms, least)
             ours += _fitting(question, job, method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
@@ -226,13 +227,13 @@ def quick_plays(
             return quick_stock_choices(request, layouts, below_ms)
 
         stock += _first_that_fits(question, job, "stock", played, below_ms)
-    return [*_near(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
+    return [*_near_best(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
 
-def _near(choices: list[Choice]) -> list[Choice]:
+def _near_best(choices: list[Choice]) -> list[Choice]:
     """Those that may be the fastest, if estimates are a little too high."""
     least = min(map(_ms, choices), default=inf)
-    return [choice for choice in choices if _ms(choice) <= _NEAR * least]
+    return [choice for choice in choices if _ms(choice) <= _NEAR_BEST * least]
 
 
 def _fitting(
@@ -290,11 +291,11 @@ def best_configurations(
     best: dict[Kind, Choice] = {}
     played: list[Choice] = []
     waiting, done = iter(jobs), 0
-    with mapping(workers) as each:
+    with mapping(workers) as mapper:
         while batch := list(islice(waiting, 2 * workers)):
             limits = ([_known_ms(best, job, stock) for job in batch] for stock in (False, True))
             least = [_times(best, False)[0]] * len(batch)
-            for of_job in each(quick_plays, [question] * len(batch), batch, *limits, least):
+            for of_job in mapper(quick_plays, [question] * len(batch), batch, *limits, least):
                 played += of_job
                 for choice in of_job:
                     kind = kind_of(choice)
@@ -303,26 +304,26 @@ def best_configurations(
             done += len(batch)
             progress(done, len(jobs))
         ours = sorted((choice for choice in best.values() if not choice.stock), key=_ms)[:BEST]
-        kinds = [kind_of(choice) for choice in _near(ours)]
+        kinds = [kind_of(choice) for choice in _near_best(ours)]
         of_kinds = [[choice for choice in played if kind_of(choice) == kind] for kind in kinds]
-        for further in each(_other_plays, [question] * len(of_kinds), of_kinds):
+        for further in mapper(_other_plays, [question] * len(of_kinds), of_kinds):
             played += further
-    return _best_of_kinds([*_in_full(played, False), *_in_full(played, True)])
+    return _best_of_kinds([*_play_side_in_full(played, False), *_play_side_in_full(played, True)])
 
 
 def _other_plays(question: Question, played: list[Choice]) -> list[Choice]:
     """The families that came near the best of one kind, with our other methods and layouts."""
     further: list[Choice] = []
-    near, known = _near(played), set()
+    near, asked = _near_best(played), set()
     for choice in near:
         family, job = choice.family, choice.request.job
         for method in dict.fromkeys((choice.method, *OTHERS)):
             if family == "1f1b" or method not in ONLY_1F1B:
                 key = method, family, replace(job, offload=False, recompute="none")
-                if key not in known:
-                    known.add(key)
+                if key not in asked:
+                    asked.add(key)
                     least = min(map(_ms, [*near, *further]))
-                    further += _fitting(question, job, method, family, (least, _NEAR * least))
+                    further += _fitting(question, job, method, family, (least, _NEAR_BEST * least))
     return further
 
 
@@ -341,16 +342,16 @@ def _kind(job: Job, stock: bool) -> Kind:
 
 def _known_ms(best: Mapping[Kind, Choice], job: Job, stock: bool) -> float:
     """The least ms known of a job's kind, or the tenth of all kinds, if that is less."""
-    known = best.get(_kind(job, stock))
-    return min(_ms(known) if known else inf, _times(best, stock)[BEST - 1])
+    fastest_of_kind = best.get(_kind(job, stock))
+    return min(_ms(fastest_of_kind) if fastest_of_kind else inf, _times(best, stock)[BEST - 1])
 
 
 def _times(best: Mapping[Kind, Choice], stock: bool) -> list[float]:
     """The ms of the ten best kinds of ours or of Megatron's; of those not known yet, infinite."""
-    return sorted([*(_ms(one) for one in best.values() if one.stock == stock), *[inf] * BEST])[:BEST]
+    return sorted([*(_ms(choice) for choice in best.values() if choice.stock == stock), *[inf] * BEST])[:BEST]
 
 
-def _in_full(played: list[Choice], stock: bool) -> list[Choice]:
+def _play_side_in_full(played: list[Choice], stock: bool) -> list[Choice]:
     """Ours or Megatron's, with what could be the fastest of them played in full.
 
     What then does not fit, or is estimated below the best and was not played in full, is left out.

@@ -103,10 +103,12 @@ class Hardware:
 
 def hardware_named(name: str) -> Hardware:
     """The preset with this name, in any case."""
-    known = hardware_presets()
-    if name.upper() not in known:
-        raise ValueError(f"unknown hardware {name!r}; choose one of {', '.join(known)}{nearest(name, known)}")
-    return known[name.upper()]
+    presets = hardware_presets()
+    if name.upper() not in presets:
+        raise ValueError(
+            f"unknown hardware {name!r}; choose one of {', '.join(presets)}{nearest(name, presets)}"
+        )
+    return presets[name.upper()]
 
 
 _SHARE = {"transfer_share": "NVLink: 12.6 MB in 0.35 ms, the artifact's passes on A100"}
@@ -117,8 +119,8 @@ def hardware_presets() -> dict[str, Hardware]:
     """Every preset by name, from ``data/hardware.json``."""
     rates = {
         name: Rates(
-            **{key: one["value"] for key, one in entry.items()},
-            sources={key: one["source"] for key, one in entry.items()},
+            **{key: share["value"] for key, share in entry.items()},
+            sources={key: share["source"] for key, share in entry.items()},
         )
         for name, entry in _data("rates").items()
     }

@@ -2,7 +2,7 @@
 
 A rank that holds the whole output layer, the embedding or heads of multi-token prediction gets fewer layers.
 Which of its chunks has fewer, and which ranks get the layers that are left over, decides how well a schedule
-fits together; no formula says that, so several ways are played (``plays.py``).
+fits together; no formula says that, so several layouts are played (``plays.py``).
 
 An example: a V of 2 ranks with 8 layers, and an output layer of 2 layers' work behind the last stage, on rank
 0. Rank 0 gets 3 layers and rank 1 gets 5: ``2 3 2 1`` or ``2 2 3 1`` by stage, and by turns ``1 3 2 2``.
@@ -46,14 +46,14 @@ class _Work(NamedTuple):
 
 
 def layer_counts(request: Request, method: Method, family: Family) -> list[tuple[int, ...]]:
-    """The layers of each stage, in several ways that are worth playing; the first is the likeliest to win.
+    """Several layouts that are worth playing, as layers of each stage; the first is the likeliest to win.
 
-    Those of a pattern are ways for mean layers, whose ends go to the nearest layer.
+    Those of a pattern are layouts of mean layers, rounded to the nearest layer of the pattern.
 
     Raises:
         ValueError: if the layers cannot fill the stages, or there is one rank for a family that needs two.
     """
-    ways = _ways(request, method, family)
+    ways = _mean_layer_counts(request, method, family)
     if not request.model.pattern:
         return ways
     if method.name == REDIS:
@@ -62,7 +62,7 @@ def layer_counts(request: Request, method: Method, family: Family) -> list[tuple
     ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
     stock = family.name == "1f1b" and not method.vocabulary_parallel
     wanted = ways if stock else [ideal(request, method, placement), *ways]
-    return list(dict.fromkeys(cut(work, each, ranks) for each in wanted))
+    return list(dict.fromkeys(cut(work, targets, ranks) for targets in wanted))
 
 
 def ideal(request: Request, method: Method, placement: Placement) -> tuple[float, ...]:
@@ -74,7 +74,7 @@ def ideal(request: Request, method: Method, placement: Placement) -> tuple[float
     return tuple(max(0.0, mean - besides[rank]) / placement.chunks for rank in ranks)
 
 
-def _ways(request: Request, method: Method, family: Family) -> list[tuple[int, ...]]:
+def _mean_layer_counts(request: Request, method: Method, family: Family) -> list[tuple[int, ...]]:
     """``layer_counts`` of mean layers."""
     p, layers = request.job.p, request.model.layers
     if family.name != "1f1b" and p < 2:
@@ -92,7 +92,7 @@ def _ways(request: Request, method: Method, family: Family) -> list[tuple[int, .
     if method.vocabulary_parallel and not layers % placement.num_stages and not request.model.mtp_depths:
         return even
     work = _work(costs, method, placement, layers, pairs=family.pairs and costs.hides)
-    ways = list(_by_work(work, placement, layers))
+    ways = list(_balanced_counts(work, placement, layers))
     return list(dict.fromkeys([*even, *ways] if method.vocabulary_parallel else [*ways, *even]))
 
 
@@ -110,8 +110,8 @@ def redistributed(model: Model, p: int, final: int | None = None) -> tuple[int, 
     """
     work, layers = model.layer_flops, model.layers
     if final is not None:
-        others = with_final_stage(layers, p, final)[:-1]
-        return (*cut(work[: layers - final], others, range(p - 1)), final)
+        before_last = with_final_stage(layers, p, final)[:-1]
+        return (*cut(work[: layers - final], before_last, range(p - 1)), final)
     return cut(work, redistribute(layers, p, 0.0, model.output_flops, sum(work) / layers), range(p))
 
 
@@ -143,12 +143,12 @@ def _work(costs: PassCosts, method: Method, placement: Placement, layers: int, *
     return _Work(whole * placement.p / layers, tuple(besides))
 
 
-def _by_work(work: _Work, placement: Placement, layers: int) -> Iterator[tuple[int, ...]]:
+def _balanced_counts(work: _Work, placement: Placement, layers: int) -> Iterator[tuple[int, ...]]:
     """Layers of each stage so that the longest rank is as short as can be; the last stage may have none."""
     besides = [sum(work.besides[stage] for stage in placement.stages_of(rank)) for rank in range(placement.p)]
     fewest = [placement.chunks] * placement.p
     fewest[placement.last_rank] -= 1
-    for of_ranks in dict.fromkeys(_of_ranks(work.layer, besides, fewest, placement, layers)):
+    for of_ranks in dict.fromkeys(_counts_of_ranks(work.layer, besides, fewest, placement, layers)):
         for balanced, longer_first in product((True, False), (True, False)):
             rows = [0] * placement.num_stages
             for rank, count in enumerate(of_ranks):
@@ -156,13 +156,13 @@ def _by_work(work: _Work, placement: Placement, layers: int) -> Iterator[tuple[i
                 lengths = [work.besides[stage] if balanced else 0.0 for stage in stages]
                 smallest = [int(stage < placement.last_stage) for stage in stages]
                 for stage, number in zip(
-                    stages, _of_chunks(count, lengths, smallest, work.layer, longer_first), strict=True
+                    stages, _counts_of_chunks(count, lengths, smallest, work.layer, longer_first), strict=True
                 ):
                     rows[stage] = number
             yield tuple(rows)
 
 
-def _of_ranks(
+def _counts_of_ranks(
     layer: float, besides: Sequence[float], fewest: Sequence[int], placement: Placement, layers: int
 ) -> Iterator[tuple[int, ...]]:
     """Layers of each rank: those left over go to first ranks, to last ones, or not to the last stage's."""
@@ -188,7 +188,7 @@ def _filled(
     return tuple(counts)
 
 
-def _of_chunks(
+def _counts_of_chunks(
     layers: int, lengths: Sequence[float], fewest: Sequence[int], layer: float, longer_first: bool
 ) -> tuple[int, ...]:
     order = list(range(len(lengths)))
@@ -202,7 +202,7 @@ def _redistributed(costs: PassCosts, p: int, layers: int) -> tuple[int, ...]:
     return redistribute(layers, p, first, last, work * p / layers)
 
 
-class Layout(NamedTuple):
+class StockLayout(NamedTuple):
     """A way to place layers: its name, the chunks of a rank, the layers of each stage, and its flags.
 
     ``overlaps``: F and B run together, as Megatron does to hide the exchange between experts.
@@ -225,7 +225,7 @@ def written(counts: tuple[int, ...], depths: int) -> str:
     return f"--pipeline-model-parallel-layout '{layout_of(counts, depths)}'"
 
 
-def layouts_of(request: Request) -> Iterator[Layout]:
+def layouts_of(request: Request) -> Iterator[StockLayout]:
     """Ways to place layers; bars place those of a pattern, with no flag that counts other layers.
 
     Megatron refuses several chunks a rank where the microbatches do not divide by the pipeline size.
@@ -237,7 +237,7 @@ def layouts_of(request: Request) -> Iterator[Layout]:
     if not model.pattern:
         yield from possible
         return
-    work, known = works(request), set()
+    work, seen = works(request), set()
     for placed in possible:
         if "counted" in placed.name or p * placed.chunks > model.layers:
             continue
@@ -245,19 +245,19 @@ def layouts_of(request: Request) -> Iterator[Layout]:
         ranks, stages = [*range(p)] * placed.chunks, range(p * placed.chunks)
         for wanted, alike in ((placed.layers, ranks), (placed.layers, stages), (share, ranks)):
             counts = cut(work, wanted, alike)
-            if counts not in known:
-                known.add(counts)
-                yield with_bars_after(request, placed, counts)
+            if counts not in seen:
+                seen.add(counts)
+                yield move_bars(request, placed, counts)
 
 
-def with_bars_after(request: Request, placed: Layout, counts: tuple[int, ...]) -> Layout:
+def move_bars(request: Request, placed: StockLayout, counts: tuple[int, ...]) -> StockLayout:
     """The layout with so many layers on each stage of a pattern, which bars in the pattern place."""
     flags = (written_in(request.model.written_pattern, counts),) if request.job.p > 1 else ()
     name = placed.name.removesuffix(_BY_HAND) + _BY_HAND * (len(set(counts)) > 1)
     return placed._replace(name=name, layers=counts, flags=flags)
 
 
-def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
+def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[StockLayout]:
     """The layouts worth trying for each number of chunks: by hand, and by Megatron's own rules."""
     layer = sum(map(mean_of, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
     first = sum(costs.first_rank_extra.values())
@@ -267,19 +267,21 @@ def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[Layout]:
         if p * chunks - 2 > layers or (chunks > 1 and p < 2):
             return
         name = "1f1b" if chunks == 1 else f"interleaved x{chunks}"
-        yield from _placed(layers, p, Layout(name, chunks, (), ()), (first, last, layer), costs.mtp_depths)
+        yield from _placed(
+            layers, p, StockLayout(name, chunks, (), ()), (first, last, layer), costs.mtp_depths
+        )
         # Megatron overlaps with chunks, or without a pipeline and then without multi-token prediction.
         if hidden and (chunks > 1 or (p == 1 and not costs.mtp_depths)):
-            together = Layout(f"{name} with overlap", chunks, (), OVERLAP, overlaps=True)
+            together = StockLayout(f"{name} with overlap", chunks, (), OVERLAP, overlaps=True)
             yield from _placed(layers, p, together, (first, last, layer - hidden), costs.mtp_depths)
 
 
 def _placed(
-    layers: int, p: int, kind: Layout, work: tuple[float, float, float], depths: int
-) -> Iterator[Layout]:
-    """The ways to place layers in one kind of schedule; ``work`` as for ``_by_hand``."""
+    layers: int, p: int, kind: StockLayout, work: tuple[float, float, float], depths: int
+) -> Iterator[StockLayout]:
+    """The ways to place layers in one kind of schedule; ``work`` as for ``_balanced_layouts``."""
     chunks = kind.chunks
-    for counts in dict.fromkeys(_by_hand(layers, p, chunks, work)):
+    for counts in dict.fromkeys(_balanced_layouts(layers, p, chunks, work)):
         if len(set(counts)) > 1:
             flags = (written(counts, depths), *kind.flags)
             yield kind._replace(name=f"{kind.name}, by hand", layers=counts, flags=flags)
@@ -302,17 +304,21 @@ def _counted(layers: int, stages: int) -> Iterator[tuple[tuple[str, ...], tuple[
             yield counted, (first, *(share,) * (stages - 2), last)[-stages:]
 
 
-def _by_hand(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
+def _balanced_layouts(
+    layers: int, p: int, chunks: int, work: tuple[float, float, float]
+) -> Iterator[tuple[int, ...]]:
     """Layers per stage so that stages have equal work, then so that ranks have.
 
     ``work`` holds that of the input layer, of the output layer and of a transformer layer.
     """
     if 1 < p * chunks <= layers + 1:
         yield redistribute(layers, p * chunks, *work)
-        yield from _by_rank(layers, p, chunks, work)
+        yield from _balanced_ranks(layers, p, chunks, work)
 
 
-def _by_rank(layers: int, p: int, chunks: int, work: tuple[float, float, float]) -> Iterator[tuple[int, ...]]:
+def _balanced_ranks(
+    layers: int, p: int, chunks: int, work: tuple[float, float, float]
+) -> Iterator[tuple[int, ...]]:
     """Layers per rank for equal work, spread over its chunks; nothing if a stage but the last were empty."""
     counts = redistribute(layers, p, *work)
     spread = [[count // chunks + (chunk < count % chunks) for chunk in range(chunks)] for count in counts]

@@ -24,12 +24,12 @@ from megatron_vocabpar.plan.choice import (
     Choice,
     Request,
     costs_of,
-    longest_after_ms,
+    longest_tail_ms,
     priced_ms,
 )
-from megatron_vocabpar.plan.layer_counts import Layout, layouts_of, with_bars_after
-from megatron_vocabpar.plan.memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
+from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of, move_bars
 from megatron_vocabpar.plan.price import Use, allowed_ms, fewest_channels
+from megatron_vocabpar.plan.stage_memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
@@ -71,28 +71,28 @@ def played(
     m = min(job.m, microbatches or request.trial_microbatches)
     costs = costs_of(request, layers)
     problem = _problem(request, method, family, costs, m)
-    each, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
-    after_ms = _after_ms(request, method, family, layers)
-    least_ms = job.m * max(each) + after_ms  # most often this suffices, and it is quick
+    further_ms, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
+    tail_ms = _tail_ms(request, method, family, layers)
+    least_ms = job.m * max(further_ms) + tail_ms  # most often this suffices, and it is quick
     if least_ms < below_ms:
-        least_ms = problem.bound_ms() + (job.m - m) * max(each)
-        busy = Use(job.m * sum(each) / job.p / least_ms)
-        least_ms = priced_ms(request, least_ms, layers_share, busy)[0] + after_ms
+        least_ms = problem.bound_ms() + (job.m - m) * max(further_ms)
+        busy = Use(job.m * sum(further_ms) / job.p / least_ms)
+        least_ms = priced_ms(request, least_ms, layers_share, busy)[0] + tail_ms
     if least_ms >= below_ms:
-        return _too_long(request, method, family, layers, least_ms)
+        return _left_out(request, method, family, layers, least_ms)
     schedule, end_ms = problem.quick(_PASSES)
     length_ms, idle = _extended(problem, schedule, end_ms, job.m - m)
     use = Use(1.0 - idle)
     lengths_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
-    if near_ms is not None and lengths_ms[0] + after_ms >= max(below_ms, near_ms):
-        return _too_long(request, method, family, layers, lengths_ms[0] + after_ms)
-    choice = _measured_out(request, schedule, family, layers, lengths_ms, use)
+    if near_ms is not None and lengths_ms[0] + tail_ms >= max(below_ms, near_ms):
+        return _left_out(request, method, family, layers, lengths_ms[0] + tail_ms)
+    choice = _choice(request, schedule, family, layers, lengths_ms, use)
     if not method.vocabulary_parallel or not (near_ms is None or choice.fits):
         return choice
     launched = launch_when_ready(schedule, problem.times, layers)
     use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
     lengths_ms = priced_ms(request, length_ms, layers_share, use)
-    return replace(choice, iteration_ms=lengths_ms[0] + after_ms, other_ms=lengths_ms[-1] + after_ms, use=use)
+    return replace(choice, iteration_ms=lengths_ms[0] + tail_ms, other_ms=lengths_ms[-1] + tail_ms, use=use)
 
 
 def _problem(request: Request, method: str | Method, family: Family, costs: PassCosts, m: int) -> Problem:
@@ -101,7 +101,7 @@ def _problem(request: Request, method: str | Method, family: Family, costs: Pass
     return Problem.of(PlanRequest(method=method, p=p, m=m, family=family, costs=costs, max_activations=most))
 
 
-def _too_long(
+def _left_out(
     request: Request, method: Method, family: Family, layers: tuple[int, ...], least_ms: float
 ) -> Choice:
     return Choice(request, method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
@@ -119,10 +119,10 @@ def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int)
 
     If any F runs together with a B, those of further microbatches all do.
     """
-    each = _further_ms(problem, bool(schedule.pairs))
-    length_ms = end_ms + further * max(each)
+    further_ms = _further_ms(problem, bool(schedule.pairs))
+    length_ms = end_ms + further * max(further_ms)
     saved = fsum(map(problem.times.saved, schedule.pairs))  # exact: the order of a set differs by run
-    done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(each)
+    done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(further_ms)
     return length_ms, 1.0 - done / schedule.p / length_ms
 
 
@@ -137,14 +137,14 @@ def _further_ms(problem: Problem, pairs: bool) -> list[float]:
     return work
 
 
-def in_full(choice: Choice, below_ms: float = inf) -> Choice:
-    """The choice as its training would run it: its whole schedule, generated and simulated.
+def play_in_full(choice: Choice, below_ms: float = inf) -> Choice:
+    """The choice with its whole schedule generated and simulated, as its training would run it.
 
     If that takes clearly more than ``below_ms`` even if collectives took nothing from layers, its price is
     not worked out: the choice is then not ``exact``, and has this time or its estimate, whichever is longer.
     """
     if choice.method == STOCK:
-        return stock_in_full(choice)
+        return play_stock_in_full(choice)
     request, family = choice.request, family_named(choice.family)
     costs = costs_of(request, choice.layers)
     problem = _problem(request, choice.method, family, costs, request.job.m)
@@ -154,9 +154,9 @@ def in_full(choice: Choice, below_ms: float = inf) -> Choice:
         events = run_events(schedule, problem.times, program)
         use, length_ms = Use(fmean(busy_share(events))), max(events.ends)
         lengths_ms = priced_ms(request, length_ms, _layers_share(problem), use)
-        done = _measured_out(request, schedule, family, choice.layers, lengths_ms, use)
+        done = _choice(request, schedule, family, choice.layers, lengths_ms, use)
         if done.iteration_ms > _CLEARLY * below_ms:
-            longer = max(choice, done, key=lambda one: one.iteration_ms)
+            longer = max(choice, done, key=lambda play: play.iteration_ms)
             return replace(longer, is_full=True, needed_gib=choice.needed_gib)
     if schedule.method.collectives:
         program, late = launch_late(schedule, program, problem.times, choice.layers)
@@ -169,11 +169,11 @@ def in_full(choice: Choice, below_ms: float = inf) -> Choice:
     for factor in request.factors(use):
         times = PassTimes.of(costs_of(request, choice.layers, factor), schedule)
         lengths_ms.append(Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms)
-    done = _measured_out(request, schedule, family, choice.layers, lengths_ms, use)
+    done = _choice(request, schedule, family, choice.layers, lengths_ms, use)
     return replace(done, is_full=True, exact=True, channels=channels, needed_gib=choice.needed_gib)
 
 
-def _measured_out(
+def _choice(
     request: Request,
     schedule: Schedule,
     family: Family,
@@ -190,7 +190,7 @@ def _measured_out(
         weights[placement.last_stage] += model.mtp_depths
     held = [Held(*pair) for pair in zip(peak_activations(schedule, weights), shards, strict=True)]
     stages = stage_memory(model, job, schedule.method, placement, layers, held, Bytes())
-    after = _after_ms(request, schedule.method, family, layers)
+    after = _tail_ms(request, schedule.method, family, layers)
     return Choice(
         request,
         schedule.method.name,
@@ -200,16 +200,16 @@ def _measured_out(
         lengths_ms[-1] + after,
         1.0 - use.busy,
         tuple(stages),
-        after_ms=after,
+        tail_ms=after,
         use=use,
     )
 
 
-def _after_ms(request: Request, method: Method, family: Family, layers: tuple[int, ...]) -> float:
+def _tail_ms(request: Request, method: Method, family: Family, layers: tuple[int, ...]) -> float:
     placement = Placement(request.job.p, family.chunks, family.shape)
     parameters = parameters_of(request.model, request.job, method, placement, layers)
     w_chunks = family.chunks if family.splits_w else 0
-    return longest_after_ms(request.job, request.hardware, parameters, request.costs(), w_chunks)
+    return longest_tail_ms(request.job, request.hardware, parameters, request.costs(), w_chunks)
 
 
 def _softmax_shards(schedule: Schedule) -> list[int]:
@@ -237,7 +237,7 @@ def stock_choices(request: Request) -> list[Choice]:
         kinds.setdefault(kind, []).append(stock_choice(request, layout))
     ranked = [_best_stock(of_kind) for of_kind in kinds.values()]
     best = min(ranked, key=_order) if request.model.pattern else None
-    return [stock_in_full(choice) if choice is best else choice for choice in ranked]
+    return [play_stock_in_full(choice) if choice is best else choice for choice in ranked]
 
 
 def _best_stock(choices: Sequence[Choice]) -> Choice:
@@ -247,11 +247,13 @@ def _best_stock(choices: Sequence[Choice]) -> Choice:
     return choose(choices, lambda choice, _: play_stock(choice))[0]
 
 
-def quick_stock_choices(request: Request, layouts: Iterable[Layout], below_ms: float = inf) -> list[Choice]:
+def quick_stock_choices(
+    request: Request, layouts: Iterable[StockLayout], below_ms: float = inf
+) -> list[Choice]:
     """Megatron's own schedules with these layouts, each played for a few microbatches if it fits.
 
-    What does not fit takes ``inf``. What cannot take less than ``below_ms``, or than the fastest before it,
-    is not played, and has a problem.
+    A layout that does not fit takes ``inf``. A layout whose bound is not below ``below_ms`` and the fastest
+    layout before it is not played, and has a problem.
     """
     choices: list[Choice] = []
     for layout in layouts:
@@ -262,7 +264,7 @@ def quick_stock_choices(request: Request, layouts: Iterable[Layout], below_ms: f
     return choices
 
 
-def stock_in_full(choice: Choice) -> Choice:
+def play_stock_in_full(choice: Choice) -> Choice:
     """The choice, played for all microbatches, with the bars of a pattern moved where that is faster.
 
     Stages of unlike layers wait for each other in ways that sums of work do not show, so up to ``_PLAYS``
@@ -272,10 +274,10 @@ def stock_in_full(choice: Choice) -> Choice:
     if not request.model.pattern:
         return play_stock(choice)
     chunks = len(choice.layers) // request.job.p
-    layout = Layout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
+    layout = StockLayout(choice.family, chunks, choice.layers, choice.flags, choice.pairs)
 
     def quick(counts: tuple[int, ...], below_ms: float = inf) -> Choice:
-        moved = stock_choice(request, with_bars_after(request, layout, counts))
+        moved = stock_choice(request, move_bars(request, layout, counts))
         return play_stock(moved, quick=True, below_ms=below_ms) if moved.fits else moved
 
     first = best = quick(choice.layers)
@@ -294,7 +296,7 @@ def _order(choice: Choice) -> tuple[bool, float]:
     return not choice.fits, choice.iteration_ms if choice.fits else choice.peak_gib
 
 
-def stock_choice(request: Request, layout: Layout) -> Choice:
+def stock_choice(request: Request, layout: StockLayout) -> Choice:
     """Megatron's own schedule with this layout, not yet played: its memory and a bound on its time.
 
     The bound is ``iteration_ms``; it is ``inf`` if the choice does not fit.
@@ -305,9 +307,9 @@ def stock_choice(request: Request, layout: Layout) -> Choice:
     held = map(Held, _peaks(*order, tuple(held_by_stages(model, job, layout.layers))))
     stages = tuple(stage_memory(model, job, baseline, placement, layout.layers, [*held], Bytes()))
     parameters = parameters_of(model, job, baseline, placement, layout.layers)
-    after = longest_after_ms(job, request.hardware, parameters, request.costs())
+    after = longest_tail_ms(job, request.hardware, parameters, request.costs())
     choice = Choice(request, STOCK, layout.name, layout.layers, inf, inf, stages=stages, flags=layout.flags)
-    choice = replace(choice, after_ms=after)
+    choice = replace(choice, tail_ms=after)
     if not choice.fits:
         return choice
     times = _stock_times(choice)
@@ -364,7 +366,7 @@ def _stock_lengths_ms(choice: Choice, length_ms: float, work_ms: float) -> tuple
     ends_ms = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
     use = Use(work_ms / job.p / length_ms)
     share = 1.0 - job.m * ends_ms / work_ms
-    return [ms + choice.after_ms for ms in priced_ms(choice.request, length_ms, share, use)], use
+    return [ms + choice.tail_ms for ms in priced_ms(choice.request, length_ms, share, use)], use
 
 
 @cache
@@ -379,13 +381,13 @@ def _further_stock_ms(placement: Placement, times: PassTimes, *, pairs: bool) ->
     for rank in range(placement.p):
         stages = placement.stages_of(rank)
         alone = sum(times.passes[type_][stage] for type_ in (PassType.F, PassType.B) for stage in stages)
-        both = zip(stages, reversed(stages), strict=True) if pairs else ()
-        work.append(alone - sum(times.hidden[pair] for pair in both))
+        paired = zip(stages, reversed(stages), strict=True) if pairs else ()
+        work.append(alone - sum(times.hidden[stages_of_pair] for stages_of_pair in paired))
     return work
 
 
 def _ways_ms(placement: Placement, times: PassTimes) -> Iterator[float]:
     """For each rank, the way of the first microbatch to its first stage, and of the last one back from it."""
     hop_ms = times.comms[CommType.SEND_F] + times.comms[CommType.SEND_B]
-    both = zip(times.passes[PassType.F], times.passes[PassType.B], strict=True)
-    return accumulate((hop_ms + sum(ms) for ms in islice(both, placement.p - 1)), initial=0.0)
+    passes_ms = zip(times.passes[PassType.F], times.passes[PassType.B], strict=True)
+    return accumulate((hop_ms + sum(ms) for ms in islice(passes_ms, placement.p - 1)), initial=0.0)

@@ -16,11 +16,11 @@ Only a GPU says which one holds; until one has, plans are priced by both. Shares
 a row of the published passes ranks differ by 2 % for other reasons, so a rank's own share says little.
 
 A collective's kernel holds a multiprocessor for each *channel* of NCCL, from its launch to its end, and a
-channel carries about 20 GB/s within a node. So a schedule wants as few as its slack allows. For example, dX
-of 4,096 tokens and a hidden size of 8,192 is 134 MB in float32, which the reduction to the last stage sends
-once; if 2.5 ms pass between the last rank's S and the first pass that needs it, 3 channels carry it in time.
-Between nodes they must be enough for the network: 50 GB/s take 3. Measured on an H200, one or two channels
-slow layers half as much as four to eight do.
+channel carries about 20 GB/s within a node. So a schedule needs the fewest that its slack allows. For
+example, dX of 4,096 tokens and a hidden size of 8,192 is 134 MB in float32, which the reduction to the last
+stage sends once; if 2.5 ms pass between the last rank's S and the first pass that needs it, 3 channels carry
+it in time. Between nodes they must be enough for the network: 50 GB/s take 3. Measured on an H200, one or two
+channels slow layers half as much as four to eight do.
 
 Source: ``data/price.json``, fitted by ``lab/paper/price.py`` to the published passes.
 Next: ``choice.py``.
@@ -105,8 +105,8 @@ class Price:
 
 def allowed_ms(events: Events, times: PassTimes) -> float:
     """The ms that a collective may take without delaying a pass: as planned, and what all have to spare."""
-    found = windows(events, communications(events), times).values()
-    spare = min((each.deadline_ms - each.ready_ms for each in found), default=0.0)
+    launch_windows = windows(events, communications(events), times).values()
+    spare = min((window.deadline_ms - window.ready_ms for window in launch_windows), default=0.0)
     return times.comms[CommType.C1] + spare
 
 
@@ -123,7 +123,7 @@ def fewest_channels(model: Model, job: Job, hardware: Hardware, allowed: float) 
 def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:
     """The price and the passes' times in a cost file; a file may have the price alone.
 
-    Where nobody measured how many multiprocessors a collective holds, they are those of the published runs.
+    If the file does not say how many multiprocessors a collective holds, the published runs do.
 
     Raises:
         ValueError: if the file cannot be read, or is malformed; the message names the file.

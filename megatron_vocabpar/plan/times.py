@@ -11,7 +11,7 @@ other when they run as a pair. What runs beside layers makes them longer by a fa
 the stage with DeepSeek-V3's three dense layers is shorter, and a hybrid model's stages follow its pattern.
 
 Source: the published passes (``lab/paper/data/measured_passes.csv``); Table 3 for smaller shards.
-Next: ``memory.py``.
+Next: ``stage_memory.py``.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 
     weight = model.vocabulary_weights / t / (hardware.memory_gb_s * 1e6)
     transfer = transfer_ms(_HALF * tokens * model.hidden / t, job, hardware)
     layers, head = (
-        {"F_ms": one.forward, "B_ms": one.backward, "W_ms": one.weights} for one in (layer, head_layer)
+        {"F_ms": kind.forward, "B_ms": kind.backward, "W_ms": kind.weights} for kind in (layer, head_layer)
     )
     head = {name: ms + projection for name, ms in head.items()}
     return PassCosts(
@@ -201,7 +201,7 @@ def costs_of_stages(
     return replace(costs, stage_ms=rows, layers_per_stage=tuple(len(stage.layers) for stage in stages))
 
 
-def after_ms(
+def tail_ms(
     shared: float,
     experts: float,
     updated: float,
@@ -211,7 +211,7 @@ def after_ms(
     *,
     w_chunks: int = 0,
 ) -> float:
-    """The ms after the schedule on a rank, which has ``shared`` and ``experts`` parameters.
+    """The ms after the schedule on a rank, its *tail*; the rank has ``shared`` and ``experts`` parameters.
 
     They are for the reduction of gradients and the gather of weights, as far as the passes of one microbatch
     do not hide them, and for the optimizer's step over ``updated`` parameters. ``w_chunks`` are the model

@@ -12,12 +12,12 @@ from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli import plan
 from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.plan.answer import PlanAnswer, answer_json
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.tables import Answer, answer_json
 
 SMALL = (
     "--pp", "2", "--microbatches", "6", "--", "--num-layers", "4", "--hidden-size", "512",
@@ -63,7 +63,7 @@ def test_the_times_of_the_recommended_passes_are_a_cost_file(tmp_path: Path) -> 
     model = replace(model_preset("qwen3-30b-a3b"), layers=8)
     request = Request(model, Job(p=2, d=8, e=8, m=8), hardware_named("h100"), 1e6)
     best = choice_of(request, "vocab-1", "dualpipev")
-    data = json.loads(answer_json(Answer((), {}, (best,), best)))
+    data = json.loads(answer_json(PlanAnswer((), {}, (best,), best)))
     assert "--overlap-moe-expert-parallel-comm" in data["flags"]
     assert 0.0 < data["costs"]["hidden_ms"] < data["costs"]["F_ms"]
     costs = tmp_path / "costs.json"

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from megatron_vocabpar.cli.main import main
 from megatron_vocabpar.doctor.result import Result
 from megatron_vocabpar.doctor.table import print_table
+from megatron_vocabpar.plan.answer import PlanAnswer, answer_for_gpus, cells, print_answer
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.configurations import Question
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.tables import Answer, answer_for_gpus, cells, print_answer
 from megatron_vocabpar.text_tables import console
 from megatron_vocabpar.train.tables import Summary, as_text, summary_table
 
@@ -50,7 +50,7 @@ def all_in(shown: str, words: list[str]) -> None:
 
 
 def test_a_plan(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
-    print_answer(Answer((), {}, (choice,), choice), console(100))
+    print_answer(PlanAnswer((), {}, (choice,), choice), console(100))
     all_in(capsys.readouterr().out, ["1,234,567", "123.8", f"{9 * 123.75:.1f}", "interleaved"])
 
 

@@ -10,16 +10,16 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import redistribution, remedies
+from megatron_vocabpar.plan.answer import flags_of
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts
-from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.plays import in_full
+from megatron_vocabpar.plan.plays import play_in_full
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.tables import flags_of
+from megatron_vocabpar.plan.stage_memory import GIB, StageMemory
 from megatron_vocabpar.plan.times import estimated_costs
 from megatron_vocabpar.schedule.make.families import families
 from megatron_vocabpar.schedule.make.generate import make_plan
@@ -78,7 +78,7 @@ def test_a_cap_holds_in_the_whole_schedule_as_in_its_first_microbatches() -> Non
     asked = replace(request("llama-3.1-8b", 32, 139.0, m=24), max_activations=3.0)
     quick = choice_of(asked, "vocab-2", "zb-h1")
     full, uncapped = (
-        in_full(replace(quick, request=replace(asked, max_activations=most))) for most in (3.0, None)
+        play_in_full(replace(quick, request=replace(asked, max_activations=most))) for most in (3.0, None)
     )
     assert full.peak_gib == pytest.approx(quick.peak_gib)
     assert full.peak_gib < uncapped.peak_gib

@@ -18,6 +18,7 @@ from megatron_vocabpar.plan import choices as choosing
 from megatron_vocabpar.plan import configurations as planning
 from megatron_vocabpar.plan import plays as playing
 from megatron_vocabpar.plan.advice import binds, shares, shown, sources, stock_best
+from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, choices_of, mapping
 from megatron_vocabpar.plan.configurations import (
@@ -32,11 +33,10 @@ from megatron_vocabpar.plan.configurations import (
 )
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import RECOMPUTE, Job
-from megatron_vocabpar.plan.memory import GIB, StageMemory
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.plays import in_full, stock_choices
+from megatron_vocabpar.plan.plays import play_in_full, stock_choices
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.tables import answer_for_gpus, answer_json
+from megatron_vocabpar.plan.stage_memory import GIB, StageMemory
 from megatron_vocabpar.schedule.make.problem import Problem
 
 H100 = hardware_named("h100")
@@ -139,7 +139,7 @@ def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         planning, "choices_of", lambda *given, below_ms, near_ms, most: choices_of(*given, most=most)
     )
-    monkeypatch.setattr(choosing, "in_full", lambda choice, below_ms=inf: in_full(choice))
+    monkeypatch.setattr(choosing, "play_in_full", lambda choice, below_ms=inf: play_in_full(choice))
     whole = best_configurations(asked)
     rows = [[(kind_of(one), one.name, one.iteration_ms) for one in each] for each in (found, whole)]
     assert rows[0][: planning.BEST] == rows[1][: planning.BEST]
@@ -291,11 +291,11 @@ def test_what_could_be_the_fastest_is_simulated_in_full(monkeypatch: pytest.Monk
         stages = (large,) if choice.layers == (1,) else ()
         return replace(choice, iteration_ms=full["abcdef"[choice.layers[0]]], stages=stages, is_full=True)
 
-    monkeypatch.setattr(choosing, "in_full", played)
+    monkeypatch.setattr(choosing, "play_in_full", played)
     families = ("v-zb", "zb-h1", "v-zb", "v-zb", "zb-h1", "v-half")
     estimates = [
         Choice(request, "vocab-1", family, (k,), 1370.0 + k, other_ms=1370.0 + k)
         for k, family in enumerate(families)
     ]
-    found = [("abcdef"[one.layers[0]], one.is_full) for one in planning._in_full(estimates, False)]
+    found = [("abcdef"[one.layers[0]], one.is_full) for one in planning._play_side_in_full(estimates, False)]
     assert found == [("c", True), ("a", True), ("e", False), ("f", False)]

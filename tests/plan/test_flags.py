@@ -11,6 +11,7 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.rules.check import check
+from megatron_vocabpar.plan.answer import flags_of
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import choice_of
@@ -19,7 +20,6 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.plays import stock_choices
 from megatron_vocabpar.plan.read_config import model_preset, model_presets
-from megatron_vocabpar.plan.tables import flags_of
 from tests.support.megatron_parser import PLAIN
 from tests.support.recorded_arguments import recorded
 
@@ -59,7 +59,7 @@ def test_reductions_overlap(family: str) -> None:
     choice = choice_of(request, "vocab-2", family)
     assert {"--overlap-grad-reduce", "--overlap-param-gather"} <= set(flags_of(choice))
     apart = choice_of(replace(request, job=replace(request.job, overlap=False)), "vocab-2", family)
-    assert choice.after_ms < apart.after_ms
+    assert choice.tail_ms < apart.tail_ms
 
 
 def _value(text: str) -> bool | int | str:

@@ -22,7 +22,7 @@ from megatron_vocabpar.plan.hardware import (
 )
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.times import after_ms, estimated_costs, layer_ms, step_ms
+from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms, tail_ms
 
 H100, GB200 = hardware_named("h100"), hardware_named("gb200")
 DEEPSEEK = replace(model_preset("deepseek-v3"), dense_layers=0)
@@ -119,12 +119,12 @@ def test_gradients_are_reduced_beside_passes_if_they_are_long_enough() -> None:
     assert (both, nothing) == (2 * scattered, 0.0)
     costs = estimated_costs(model_preset("llama-3.1-8b"), job, H100)
     step = step_ms(1e9 / 8, H100)
-    assert after_ms(1e9, 0.0, 1e9 / 8, job, H100, costs) == pytest.approx(step)
+    assert tail_ms(1e9, 0.0, 1e9 / 8, job, H100, costs) == pytest.approx(step)
     long = replace(costs, W_ms=scattered / 3)
     for chunks in (1, 2):  # W is split off, and hides what it takes
-        left = after_ms(1e9, 0.0, 1e9 / 8, job, H100, long, w_chunks=chunks) - step
+        left = tail_ms(1e9, 0.0, 1e9 / 8, job, H100, long, w_chunks=chunks) - step
         assert left == pytest.approx(scattered * 2 / 3 / chunks)
-    apart = after_ms(1e9, 0.0, 1e9 / 8, replace(job, overlap=False), H100, costs)
+    apart = tail_ms(1e9, 0.0, 1e9 / 8, replace(job, overlap=False), H100, costs)
     assert apart == pytest.approx(step + scattered + gathered)
     assert step_ms(1e9, H100, offload=True) > step_ms(1e9, H100)
 

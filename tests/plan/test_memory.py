@@ -9,8 +9,8 @@ import pytest
 
 from lab.paper.published import cells, peak_gib
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.memory import parameters_of
 from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.stage_memory import parameters_of
 from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.placement import Placement
 

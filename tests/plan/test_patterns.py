@@ -20,7 +20,7 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layer_counts, layouts_of
 from megatron_vocabpar.plan.pattern import check_pattern, layers_in, with_bars
-from megatron_vocabpar.plan.plays import play_stock, played, stock_choice, stock_choices, stock_in_full
+from megatron_vocabpar.plan.plays import play_stock, play_stock_in_full, played, stock_choice, stock_choices
 from megatron_vocabpar.plan.read_arguments import model_from_arguments
 from megatron_vocabpar.plan.read_config import load_config, model_preset, model_presets
 from megatron_vocabpar.schedule.make.families import family_named
@@ -145,7 +145,7 @@ def test_megatrons_own_bars_are_moved_as_long_as_that_is_faster() -> None:
     assert best.iteration_ms < 0.95 * first.iteration_ms
     assert sum(best.layers) == 52
     assert best.flags[0].count("|") == len(best.layers) - 1
-    assert stock_in_full(best).iteration_ms <= best.iteration_ms
+    assert play_stock_in_full(best).iteration_ms <= best.iteration_ms
 
 
 CONFIGS = {

@@ -13,7 +13,7 @@ from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.plays import in_full, stock_choices
+from megatron_vocabpar.plan.plays import play_in_full, stock_choices
 from megatron_vocabpar.plan.price import Price, Use, fewest_channels, gain_error, read_measured, readings
 from megatron_vocabpar.plan.read_config import model_preset
 
@@ -31,13 +31,13 @@ def test_a_factor_is_that_of_a_busy_gpu_times_that_of_what_waits() -> None:
 
 def test_layers_take_longer_in_what_is_simulated_in_full() -> None:
     free = replace(REQUEST, prices=NOTHING)
-    unpriced = in_full(choice_of(free, "vocab-1", "1f1b"))
-    priced = in_full(choice_of(REQUEST, "vocab-1", "1f1b"))
+    unpriced = play_in_full(choice_of(free, "vocab-1", "1f1b"))
+    priced = play_in_full(choice_of(REQUEST, "vocab-1", "1f1b"))
     assert 0.0 < priced.use.transferring < priced.use.resident < 0.5
     least, most = sorted(REQUEST.factors(priced.use))
-    length_ms = unpriced.iteration_ms - unpriced.after_ms
+    length_ms = unpriced.iteration_ms - unpriced.tail_ms
     for ms in (priced.iteration_ms, priced.other_ms):
-        assert min(1.0, least) <= (ms - priced.after_ms) / length_ms <= max(1.0, most)
+        assert min(1.0, least) <= (ms - priced.tail_ms) / length_ms <= max(1.0, most)
 
 
 def test_megatrons_own_schedules_pay_for_busy_gpus_alone() -> None:
@@ -45,7 +45,7 @@ def test_megatrons_own_schedules_pay_for_busy_gpus_alone() -> None:
     busy = REQUEST.hardware.rates.busy
     for one in stock_choices(REQUEST):
         assert (one.use.resident, one.use.transferring) == (0.0, 0.0)
-        longer = (one.iteration_ms - one.after_ms) / (free[one.name].iteration_ms - one.after_ms)
+        longer = (one.iteration_ms - one.tail_ms) / (free[one.name].iteration_ms - one.tail_ms)
         slope = readings()["waiting"].slope
         assert longer == pytest.approx(1 + slope * (one.use.busy - busy), abs=0.002)
 
@@ -94,8 +94,8 @@ def test_channels_are_as_few_as_the_slack_allows() -> None:
 
 
 def test_a_choice_in_full_says_its_channels() -> None:
-    assert in_full(choice_of(REQUEST, "vocab-2", "v-half")).channels >= 1
-    assert in_full(choice_of(REQUEST, "baseline", "1f1b")).channels == 0
+    assert play_in_full(choice_of(REQUEST, "vocab-2", "v-half")).channels >= 1
+    assert play_in_full(choice_of(REQUEST, "baseline", "1f1b")).channels == 0
 
 
 def test_a_file_of_the_slope_alone(tmp_path: Path) -> None:

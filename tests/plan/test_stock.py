@@ -10,7 +10,7 @@ from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import OVERLAP, Job
-from megatron_vocabpar.plan.layer_counts import Layout, layouts, layouts_of
+from megatron_vocabpar.plan.layer_counts import StockLayout, layouts, layouts_of
 from megatron_vocabpar.plan.plays import play_stock, stock_choice, stock_choices
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import estimated_costs
@@ -21,7 +21,7 @@ H100 = hardware_named("h100")
 def test_overlap_has_layouts_where_megatron_has_it() -> None:
     model = replace(model_preset("qwen3-30b-a3b"), layers=12)
 
-    def overlapping(job: Job, **changes: int) -> list[Layout]:
+    def overlapping(job: Job, **changes: int) -> list[StockLayout]:
         costs = estimated_costs(replace(model, **changes), job, H100)  # type: ignore[arg-type]
         return [one for one in layouts(12, job.p, costs) if one.overlaps]
 

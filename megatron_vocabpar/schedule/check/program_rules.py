@@ -13,7 +13,7 @@ from itertools import pairwise, zip_longest
 
 from megatron_vocabpar.schedule.check.violations import grid, missing, violation
 from megatron_vocabpar.schedule.play.hang import STRICTEST, find_hangs, runs_in_step
-from megatron_vocabpar.schedule.play.numbering import Numbering, in_numbers
+from megatron_vocabpar.schedule.play.numbering import Numbering, numbered_needs
 from megatron_vocabpar.schedule.words.dependencies import collectives, prerequisites
 from megatron_vocabpar.schedule.words.passes import (
     COLLECTIVES,
@@ -118,7 +118,7 @@ def check_communication(program: Program, rank: int, expected: set[Comm]) -> Non
 def check_program_order(numbering: Numbering, program: Program) -> None:
     """Producers come before launches, launches and receives before consumers (or before their pair)."""
     m, seen = numbering.schedule.m, bytearray(numbering.size)
-    needs = [in_numbers(needs, m) for needs in numbering.needs]
+    needs = [numbered_needs(needs, m) for needs in numbering.needs]
     for rank, row in enumerate(program):
         for item in row:
             parts = parts_of(item)

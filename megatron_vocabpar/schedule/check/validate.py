@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from megatron_vocabpar.schedule.check.violations import deadlocked, missing, violation
 from megatron_vocabpar.schedule.play.lower import play_passes
-from megatron_vocabpar.schedule.play.numbering import Need, Numbering, in_numbers
+from megatron_vocabpar.schedule.play.numbering import LocalNeed, Numbering, numbered_needs
 from megatron_vocabpar.schedule.play.peaks import check_cap, peak_activations
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import ranks_of, vocabulary_passes
@@ -114,7 +114,7 @@ def _check_pairs(schedule: Schedule) -> None:
 
 def _check_order(schedule: Schedule, numbering: Numbering) -> None:
     """On each rank, a pass comes after those that it waits for, directly or through communication."""
-    needs = [in_numbers(local, schedule.m) for local in _local_needs(numbering)]
+    needs = [numbered_needs(local, schedule.m) for local in _local_needs(numbering)]
     seen = bytearray(numbering.size)
     for rank, passes in enumerate(schedule.ranks):
         for pass_ in passes:
@@ -126,11 +126,11 @@ def _check_order(schedule: Schedule, numbering: Numbering) -> None:
             seen[number] = 1
 
 
-def _local_needs(numbering: Numbering) -> Iterator[tuple[Need, ...]]:
+def _local_needs(numbering: Numbering) -> Iterator[tuple[LocalNeed, ...]]:
     """For each node, the passes of its own rank that it waits for, directly or through a collective."""
     for needs in numbering.needs:
         yield tuple(
-            Need(producer, back)
+            LocalNeed(producer, back)
             for source, back in needs
             if numbering.type_of(source) not in POINT_TO_POINT
             for producer in numbering.producers(source)

@@ -27,7 +27,7 @@ def element(name: str, *content: str, **attributes: str) -> Html:
 
 def joined(content: Iterable[str], between: str = "\n") -> Html:
     """What is HTML as it is, other texts escaped."""
-    return Html(between.join(each if isinstance(each, Html) else escape(each) for each in content))
+    return Html(between.join(part if isinstance(part, Html) else escape(part) for part in content))
 
 
 def quiet(*content: str) -> Html:

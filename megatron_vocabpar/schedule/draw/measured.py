@@ -72,11 +72,11 @@ def measured_chart(trace: Mapping[str, Any], schedule: Schedule, title: str = "m
         waited = "what it needs" if (event["tid"], event["name"]) in waits else ""
         bar = Bar(item, start, start + event["dur"] / _US_PER_MS, waited)
         bars.setdefault(label, {}).setdefault(lane, []).append(bar)
-    known = {pass_ for passes in schedule.ranks for pass_ in passes}
+    planned = {pass_ for passes in schedule.ranks for pass_ in passes}
     rows = []
     for label in sorted(bars, key=_rank):
         lanes = {lane: tuple(row) for lane, row in bars[label].items()}
-        foreign = [bar.item for bar in lanes.get("passes", ()) if not known.issuperset(parts_of(bar.item))]
+        foreign = [bar.item for bar in lanes.get("passes", ()) if not planned.issuperset(parts_of(bar.item))]
         if foreign:
             raise ValueError(f"the schedule has no pass {foreign[0]}")
         rows.append(Row(label, lanes.get("passes", ()), lanes.get("collectives", ())))

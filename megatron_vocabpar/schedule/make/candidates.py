@@ -112,16 +112,16 @@ def candidates(
 
 
 def _plans(shape: Schedule, family: Family, cap: Cap) -> Iterator[tuple[Hops, Recipe]]:
-    known = family.hops(shape.p, shape.chunks, cap.most)
+    hops_of_family = family.hops(shape.p, shape.chunks, cap.most)
     recipes = _recipes(shape, family)
-    pairs = [(i + j, i, j) for i in range(len(known)) for j in range(len(recipes))]
+    pairs = [(i + j, i, j) for i in range(len(hops_of_family)) for j in range(len(recipes))]
     for _, i, j in sorted(pairs):
-        yield known[i], recipes[j]
+        yield hops_of_family[i], recipes[j]
         if shape.chunks > 1:
-            yield known[i], recipes[j]._replace(banker=True)
+            yield hops_of_family[i], recipes[j]._replace(banker=True)
     random = Random(_SEED)
     for turn in count():
-        hops, recipe = _random_hops(random, random.choice(known)), _random_recipe(random)
+        hops, recipe = _random_hops(random, random.choice(hops_of_family)), _random_recipe(random)
         yield hops, recipe._replace(banker=shape.chunks > 1 and turn % 2 == 1)
 
 

@@ -1,9 +1,9 @@
-"""The one chooser: which of several requests runs an iteration in the least time.
+"""``choose``: which of several requests runs an iteration in the least time.
 
-Three things can be known of a request: a *bound*, which no order of its passes undercuts; the estimate of a
-*quick* play, of a few microbatches; and what its *full* play takes. ``choose`` plays in full what may be the
-fastest, in the order of what is known, and leaves out what cannot be: with bounds nothing faster is left out,
-and with estimates, which may be some percent too high, ``fewest`` full plays make that unlikely.
+The time of a request can be a *bound*, which no order of its passes undercuts; the estimate of a *quick*
+play, of a few microbatches; or the result of a *full* play. ``choose`` plays in full the requests that may be
+the fastest, in the order of these times, and leaves out the others. With bounds nothing faster is left out.
+With estimates, which may be some percent too high, a minimum number of full plays makes that unlikely.
 
 An example: bounds of 10, 11 and 14 ms. The first takes 13 ms in full and the second 12, so the third is not
 played.
@@ -36,12 +36,12 @@ Request = TypeVar("Request", bound=Known)
 
 def choose(
     requests: Iterable[Request],
-    in_full: Callable[[Request, float], Request],
+    play_in_full: Callable[[Request, float], Request],
     *,
     fewest: int = 1,
     most: float = inf,
-    told: Callable[[Request], None] = lambda request: None,
-    each: Callable[..., Iterator[Any]] = map,
+    announce: Callable[[Request], None] = lambda request: None,
+    mapper: Callable[..., Iterator[Any]] = map,
     workers: int = 1,
 ) -> list[Request]:
     """All requests, the fastest first; those that were played in full come before all others.
@@ -50,16 +50,16 @@ def choose(
 
     Args:
         requests: what to choose among; some may have been played in full before.
-        in_full: gives a request after its full play, which may stop where it takes clearly more than so many
-            ms.
+        play_in_full: returns a request after its full play, which may stop early if it takes clearly longer
+            than the ms of the second argument.
         fewest: full plays, at least, if enough can be taken.
         most: full plays, at most.
-        told: a function that is called with each request before its full play.
-        each: ``map``, or one over ``workers`` processes.
+        announce: a callback that gets each request before its full play.
+        mapper: ``map``, or a map over ``workers`` processes.
         workers: full plays at a time.
     """
     ranked = list(requests)
-    full = [one.known_ms for one in ranked if one.is_full]
+    full = [request.known_ms for request in ranked if request.is_full]
     likeliest = sorted(range(len(ranked)), key=lambda k: ranked[k].known_ms)
     waiting = iter([k for k in likeliest if not ranked[k].is_full])
 
@@ -69,10 +69,10 @@ def choose(
 
     while batch := [k for k in islice(waiting, workers) if may_win(k)]:
         for k in batch:
-            told(ranked[k])
+            announce(ranked[k])
         limits = [min(full, default=inf)] * len(batch)
-        for k, played in zip(batch, each(in_full, [ranked[k] for k in batch], limits), strict=True):
+        for k, played in zip(batch, mapper(play_in_full, [ranked[k] for k in batch], limits), strict=True):
             if may_win(k):  # else a play beside it was fast
                 ranked[k] = played
                 full.append(played.known_ms)
-    return sorted(ranked, key=lambda one: (not one.is_full, one.known_ms))
+    return sorted(ranked, key=lambda request: (not request.is_full, request.known_ms))

@@ -173,8 +173,8 @@ ONE_F_ONE_B_OVERLAP = replace(
 
 def families() -> dict[str, Family]:
     """Every family by name."""
-    known = (ONE_F_ONE_B, INTERLEAVED, V_HALF, V_MIN, V_ZB, ZB_H1, DUALPIPEV, ONE_F_ONE_B_OVERLAP)
-    return {family.name: family for family in known}
+    presets = (ONE_F_ONE_B, INTERLEAVED, V_HALF, V_MIN, V_ZB, ZB_H1, DUALPIPEV, ONE_F_ONE_B_OVERLAP)
+    return {family.name: family for family in presets}
 
 
 def family_named(name: str | Family) -> Family:
@@ -185,10 +185,10 @@ def family_named(name: str | Family) -> Family:
     """
     if isinstance(name, Family):
         return name
-    known = families()
-    if name not in known:
-        raise ValueError(f"unknown family {name!r}; choose one of {', '.join((*known, SEARCH))}")
-    return known[name]
+    choices = families()
+    if name not in choices:
+        raise ValueError(f"unknown family {name!r}; choose one of {', '.join((*choices, SEARCH))}")
+    return choices[name]
 
 
 def claimed_peak(method: Method, p: int, family: Family, chunks: int) -> float:

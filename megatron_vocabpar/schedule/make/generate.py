@@ -2,7 +2,7 @@
 
 Several candidates (``candidates.py``) are played with the request's times. If all microbatches would take
 too long, each is played for fewer, and then the fastest for all. The vocabulary passes are part of every
-block, so no family knows of them. The same request gives the same plan, on every rank.
+block, so families do not depend on them. The same request gives the same plan, on every rank.
 
 The family ``search`` stands for all families, each under the request's cap on memory and under smaller ones:
 what fits in less memory is valid with more. So the result is never slower than a family under its own cap,
@@ -52,7 +52,7 @@ class Scheduled:
     def is_full(self) -> bool:
         return self.schedule is not None
 
-    def in_full(self, below_ms: float) -> Scheduled:
+    def play_in_full(self, below_ms: float) -> Scheduled:
         """The request with its schedule, and the ms that this takes with its communication.
 
         ``below_ms`` is of no use here: the schedule has to be made before its time is known.
@@ -75,17 +75,17 @@ def schedule_for(request: PlanRequest, progress: Progress | None = None) -> Sche
     if request.family != SEARCH:
         return Problem.of(request).best(TRIAL_PASSES)
 
-    def told(one: Scheduled) -> None:
+    def announce(candidate: Scheduled) -> None:
         if progress is not None:
-            name, most = one.request.family_name, one.request.max_activations
-            progress(f"{name}, at most {most:g} microbatches: {one.known_ms:.1f} ms or more")
+            name, most = candidate.request.family_name, candidate.request.max_activations
+            progress(f"{name}, at most {most:g} microbatches: {candidate.known_ms:.1f} ms or more")
 
-    best, *_ = choose(map(Scheduled.of, in_every_family(request)), Scheduled.in_full, told=told)
+    best, *_ = choose(map(Scheduled.of, family_requests(request)), Scheduled.play_in_full, announce=announce)
     assert best.schedule is not None
     return best.schedule
 
 
-def in_every_family(request: PlanRequest) -> list[PlanRequest]:
+def family_requests(request: PlanRequest) -> list[PlanRequest]:
     """The request with each family and each cap; the most memory first, then in the order of families.
 
     Families that differ only in their claims (V shapes) are there once with each cap. Families with pairs
@@ -110,7 +110,7 @@ def in_every_family(request: PlanRequest) -> list[PlanRequest]:
         sizes = family.shape, family.chunks, family.fixed_chunks
         alike = *sizes, family.splits_w, family.packed, family.hops, family.pairs
         distinct |= {(cap, *alike): (cap, family) for cap in {*caps(most), most, min(claim, most)}}
-    in_turn = sorted(distinct.values(), key=lambda one: -one[0])
+    in_turn = sorted(distinct.values(), key=lambda ranked: -ranked[0])
     return [replace(request, family=family, max_activations=cap) for cap, family in in_turn]
 
 

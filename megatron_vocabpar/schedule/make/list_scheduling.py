@@ -35,7 +35,7 @@ class Stuck(Exception):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Arrangement:
     """A played schedule.
 
     Attributes:
@@ -56,7 +56,7 @@ class Timeline:
         return max((self.ends[row[-1]] for row in self.order if row), default=0.0)
 
 
-def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
+def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Arrangement:
     """Play ``m`` microbatches of ``block``, which gives the planned starts.
 
     Raises:
@@ -120,7 +120,7 @@ class Arranger:
             elif node not in graph.arrival:
                 self.core[rank].append((block.offsets[self.together.get(node, node)], node))
 
-    def run(self) -> Timeline:
+    def run(self) -> Arrangement:
         while self.heap:
             now, rank = heappop(self.heap)
             if now == self.wake[rank]:
@@ -137,7 +137,7 @@ class Arranger:
                 waiting[rank] = node, mb
         if waiting:
             raise Stuck(waiting)
-        return Timeline(tuple(self.order), self.ends, tuple(self.peak))
+        return Arrangement(tuple(self.order), self.ends, tuple(self.peak))
 
     def _choose(self, rank: int, now: float) -> int:
         """The node that a free rank runs now; with ``NO_NODE`` the rank is woken when that may change."""

@@ -168,10 +168,10 @@ def _in_pairs(times: PassTimes, shape: Schedule) -> PassTimes:
     """Times as if all F and B ran in pairs: F 10 and B 20 that hide 6 of each other become 8 and 16."""
     passes = {type_: list(row) for type_, row in times.passes.items()}
     for stage in range(shape.placement.num_stages):
-        both = times.passes[PassType.F][stage] + times.passes[PassType.B][stage]
+        pair_ms = times.passes[PassType.F][stage] + times.passes[PassType.B][stage]
         hidden = min(ms for (forward, _), ms in times.hidden.items() if forward == stage)
         for type_ in (PassType.F, PassType.B):
-            passes[type_][stage] *= 1.0 - hidden / both if both else 1.0
+            passes[type_][stage] *= 1.0 - hidden / pair_ms if pair_ms else 1.0
     return replace(times, passes={type_: tuple(row) for type_, row in passes.items()})
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from heapq import heappush
 
 from megatron_vocabpar.schedule.make.building_block import BuildingBlock
-from megatron_vocabpar.schedule.make.list_scheduling import Arranger, Timeline
+from megatron_vocabpar.schedule.make.list_scheduling import Arrangement, Arranger
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph
 from megatron_vocabpar.schedule.make.rules import NEVER, NO_NODE, Rules
 
 
-def arrange_in_pairs(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Timeline:
+def arrange_in_pairs(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Arrangement:
     """``list_scheduling.arrange`` with the pairs that ``rules.hidden`` names.
 
     Raises:
@@ -39,26 +39,26 @@ class _PairArranger(Arranger):
         self.beside = NO_NODE  # the partner of the node that ``_choose_core`` has chosen
         self.pairs: list[tuple[int, int]] = []
 
-    def run(self) -> Timeline:
+    def run(self) -> Arrangement:
         played = super().run()
-        return Timeline(played.order, played.ends, played.peak, tuple(self.pairs))
+        return Arrangement(played.order, played.ends, played.peak, tuple(self.pairs))
 
     def _run(self, rank: int, node: int, now: float) -> None:
         other, self.beside = self.beside, NO_NODE
         if other == NO_NODE:
             super()._run(rank, node, now)
             return
-        both = self._in_order(node, other)
+        pair = self._in_order(node, other)
         end = self.free[rank] = now + self._together_ms(node, other)
-        forward, backward = (part * self.m + self.counts[part] for part in both)
+        forward, backward = (part * self.m + self.counts[part] for part in pair)
         self.order[rank] += forward, backward
         self.pairs.append((forward, backward))
-        for part in both:
+        for part in pair:
             self.held[rank] += self.hold[part]
             self.peak[rank] = max(self.peak[rank], self.held[rank])
         self.wake[rank] = end
         heappush(self.heap, (end, rank))
-        for part in both:
+        for part in pair:
             self._complete(part, self.counts[part], end)
 
     def _in_order(self, node: int, other: int) -> tuple[int, int]:

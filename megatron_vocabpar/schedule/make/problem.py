@@ -12,7 +12,7 @@ from itertools import chain, islice
 from megatron_vocabpar.schedule.make.bounds import lower_bound_ms
 from megatron_vocabpar.schedule.make.candidates import Candidate, candidates
 from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
-from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
+from megatron_vocabpar.schedule.make.list_scheduling import Arrangement, Stuck, arrange
 from megatron_vocabpar.schedule.make.pair_candidates import pair_candidates
 from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
@@ -82,8 +82,8 @@ class Problem:
         if self.is_stock:
             return self._stock()
         if self.pairs:
-            tried = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
-            return min(tried, key=self.simulated_ms)
+            finalists = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
+            return min(finalists, key=self.simulated_ms)
         return self.schedule(self.played(budget)[0])
 
     def quick(self, budget: int) -> tuple[Schedule, float]:
@@ -119,10 +119,10 @@ class Problem:
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
-    def played(self, budget: int) -> list[Timeline]:
+    def played(self, budget: int) -> list[Arrangement]:
         """The candidates within a budget, fastest first; of equally fast ones only the first."""
-        tried = pair_candidates if self.pairs else candidates
-        choices = tried(self.shape, self.graph, self.times, self.family, self.cap)
+        generator = pair_candidates if self.pairs else candidates
+        choices = generator(self.shape, self.graph, self.times, self.family, self.cap)
         passes = len(self.graph.passes)  # of one microbatch
         trial_m = min(self.shape.m, max(_LEAST_TRIAL, 2 * self.shape.p + 4))
         placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
@@ -146,7 +146,7 @@ class Problem:
         finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
         return sorted(islice(finished, finalists), key=lambda played: played.end)
 
-    def schedule(self, played: Timeline) -> Schedule:
+    def schedule(self, played: Arrangement) -> Schedule:
         """The schedule of a timeline: its order of passes, and its pairs."""
         graph, m = self.graph, self.shape.m
         kinds = {node: (graph.type_of(node), graph.stage_of(node)) for node in graph.passes}
@@ -157,14 +157,14 @@ class Problem:
         pairs = frozenset(Pair(*passes(pair)) for pair in played.pairs)
         return replace(self.shape, ranks=tuple(map(passes, played.order)), pairs=pairs)
 
-    def _try(self, candidate: Candidate, m: int) -> Timeline | None:
+    def _try(self, candidate: Candidate, m: int) -> Arrangement | None:
         try:
             play = arrange_in_pairs if candidate.rules.hidden else arrange
             return play(self.graph, m, candidate.block, candidate.rules)
         except Stuck:
             return None
 
-    def _extrapolated(self, played: Timeline, m: int) -> float:
+    def _extrapolated(self, played: Arrangement, m: int) -> float:
         """The end of all microbatches if the steady state continues as in the middle third of the trial."""
         if m < 3:
             return played.end

@@ -23,7 +23,7 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False, most: float = inf) -> Schedule:
     """The passes of every rank as Megatron runs them, for ``m`` microbatches on ``p`` ranks.
 
-    With several chunks Megatron wants ``m`` to be a multiple of ``p``, which is not checked here. If it
+    With several chunks Megatron requires ``m`` to be a multiple of ``p``, which is not checked here. If it
     ``overlaps``, an F and a B run as a pair. With one chunk, a rank holds the activations of at most ``most``
     microbatches, which Megatron has no flag for.
     """
@@ -42,5 +42,5 @@ def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False, most
         warm_up = min(ahead + overlaps, len(turns))
         steady = list(zip(forward[warm_up:], backward, strict=False))
         rows.append((*forward[:warm_up], *chain.from_iterable(steady), *backward[len(steady) :]))
-        pairs += [Pair(*both) for both in steady] if overlaps else []
+        pairs += [Pair(*passes) for passes in steady] if overlaps else []
     return Schedule(method_named(BASELINE), placement, m, tuple(rows), pairs=frozenset(pairs))

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_vocabpar.schedule.play.numbering import TYPES, Numbering, in_numbers
+from megatron_vocabpar.schedule.play.numbering import TYPES, Numbering, numbered_needs
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.dependencies import collectives
 from megatron_vocabpar.schedule.words.passes import (
@@ -113,7 +113,7 @@ class _Loop:
             [numbering.number(item.forward if isinstance(item, Pair) else item) for item in row]
             for row in program
         ]
-        self.needs = [in_numbers(needs, schedule.m) for needs in numbering.needs]
+        self.needs = [numbered_needs(needs, schedule.m) for needs in numbering.needs]
         self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
         self.durations = _durations(numbering, times)
         self.starts, self.ends = [NEVER] * numbering.size, [NEVER] * numbering.size
@@ -298,14 +298,14 @@ class _PairLoop(_Loop):
         if number not in self.beside:
             return super()._pass(rank, number)
         beside, saved = self.beside[number]
-        both = number, beside
-        starts = [self._ready(rank, part) for part in both]
+        pair = number, beside
+        starts = [self._ready(rank, part) for part in pair]
         for start, cause in starts:
             if start < 0.0:
                 return cause
         start, cause = max(starts)
-        took = sum(self.durations[part // self.m] for part in both) - saved
-        for part in both:
+        took = sum(self.durations[part // self.m] for part in pair) - saved
+        for part in pair:
             self.free[rank] = self._finish(part, start, cause, took)
             self.last[rank] = part
         return NOTHING

@@ -2,7 +2,7 @@
 
 gloo starts a transfer as soon as it is issued. NCCL does not: an operation holds its stream until all ranks
 of its communicator have joined. Some settings make it hold more: the host, the device's only queue, or the
-whole device. Each ``Model`` is one such setting. In every model the host *issues* an instruction, which then
+whole device. A ``QueueModel`` is such a setting. In every model the host *issues* an instruction, which then
 *starts* on its stream and *ends*. Each of these events waits for others, whatever the times are. So a program
 hangs exactly if some events wait for each other in a circle. ``find_hangs`` looks for a circle.
 
@@ -23,24 +23,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from megatron_vocabpar.schedule.play.waits import Model, Waits, shared_name
+from megatron_vocabpar.schedule.play.waits import QueueModel, Waits, shared_name
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.passes import POINT_TO_POINT, Comm, Instruction
 from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Late, Program, Schedule
 
 MODELS = (
-    Model("streams", "every communicator exists, and each pair of ranks has its streams"),
-    Model("device_id", "device_id given to init_process_group: one stream a direction", pairs=False),
-    Model("one queue", "CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue", one_queue=True),
-    Model(
+    QueueModel("streams", "every communicator exists, and each pair of ranks has its streams"),
+    QueueModel("device_id", "device_id given to init_process_group: one stream a direction", pairs=False),
+    QueueModel("one queue", "CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue", one_queue=True),
+    QueueModel(
         "first use", "no device_id, no warm-up: a communicator's first use blocks the host", first_use=True
     ),
-    Model("collectives block", "a collective blocks the host", blocking="collectives"),
-    Model("communication blocks", "every transfer and collective blocks the host", blocking="communication"),
-    Model(
+    QueueModel("collectives block", "a collective blocks the host", blocking="collectives"),
+    QueueModel(
+        "communication blocks", "every transfer and collective blocks the host", blocking="communication"
+    ),
+    QueueModel(
         "launch blocking", "CUDA_LAUNCH_BLOCKING=1: every operation blocks the host", blocking="everything"
     ),
-    Model(
+    QueueModel(
         "synchronisation",
         "any one rank waits for its device at any point, as a retry of the allocator does",
         blocking="everything",
@@ -75,8 +77,8 @@ class Wait:
 
 
 def find_hangs(
-    schedule: Schedule, program: Program, models: Sequence[Model] = MODELS, *, late: Late = NONE_LATE
-) -> dict[Model, tuple[Wait, ...]]:
+    schedule: Schedule, program: Program, models: Sequence[QueueModel] = MODELS, *, late: Late = NONE_LATE
+) -> dict[QueueModel, tuple[Wait, ...]]:
     """For each model a circle of ranks that wait for each other; empty if the program runs to its end.
 
     The program was lowered from the schedule, and keeps all other rules of ``validate_program``; ``late`` of
@@ -87,7 +89,7 @@ def find_hangs(
 
 
 def iteration_ms(
-    schedule: Schedule, program: Program, times: PassTimes, model: Model, *, late: Late = NONE_LATE
+    schedule: Schedule, program: Program, times: PassTimes, model: QueueModel, *, late: Late = NONE_LATE
 ) -> float:
     """The ms that an iteration takes in a model in which it does not hang.
 
@@ -105,7 +107,7 @@ def iteration_ms(
     return longest
 
 
-def _held(p: int, model: Model) -> list[tuple[int, ...]]:
+def _held(p: int, model: QueueModel) -> list[tuple[int, ...]]:
     ranks = tuple(range(p))
     return [(rank,) for rank in ranks] if model.one_rank else [ranks]
 
@@ -148,7 +150,7 @@ def places_in_step(schedule: Schedule, program: Program) -> dict[Instruction, in
     return {item: places[shared_name(item)] for row in program for item in row}
 
 
-def _hang(waits: Waits, model: Model) -> tuple[Wait, ...]:
+def _hang(waits: Waits, model: QueueModel) -> tuple[Wait, ...]:
     for held in _held(waits.schedule.p, model):
         circle = _circle(waits.under(model, held))
         if circle:
@@ -190,10 +192,12 @@ def _in_words(waits: Waits, circle: Sequence[int]) -> tuple[Wait, ...]:
     """The steps of a circle that lead from one rank to another."""
     steps = [waits.step(node) for node in circle if not waits.is_joined(node)]
     hops = [
-        (one, two) for one, two in zip(steps, (*steps[1:], steps[0]), strict=True) if one.rank != two.rank
+        (first, second)
+        for first, second in zip(steps, (*steps[1:], steps[0]), strict=True)
+        if first.rank != second.rank
     ]
-    entered = [two.item for _, two in (hops[-1:] + hops[:-1])]
+    entered = [second.item for _, second in (hops[-1:] + hops[:-1])]
     return tuple(
-        Wait(one.rank, one.waits_in, behind, two.rank, two.item)
-        for (one, two), behind in zip(hops, entered, strict=True)
+        Wait(first.rank, first.waits_in, behind, second.rank, second.item)
+        for (first, second), behind in zip(hops, entered, strict=True)
     )

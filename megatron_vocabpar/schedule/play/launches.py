@@ -91,30 +91,30 @@ def _in_best_moments(
     played: Events, order: Iterable[Communication], times: PassTimes, layers: Sequence[int]
 ) -> list[Communication]:
     """Collectives with the moments of the least waiting in place of those at which they are ready."""
-    found = windows(played, order, times)
+    by_part = windows(played, order, times)
     cuts = [_boundaries(played, rank, layers) for rank in range(played.numbering.schedule.p)]
-    chosen = moments_in(found.values(), cuts)
+    chosen = moments_in(by_part.values(), cuts)
     return [
-        each._replace(ready_ms=max(each.ready_ms, chosen[bisect_left(chosen, each.ready_ms - _TIE_MS)]))
-        if each in found
-        else each
-        for each in order
+        part._replace(ready_ms=max(part.ready_ms, chosen[bisect_left(chosen, part.ready_ms - _TIE_MS)]))
+        if part in by_part
+        else part
+        for part in order
     ]
 
 
 def windows(
     played: Events, order: Iterable[Communication], times: PassTimes
 ) -> Mapping[Communication, Window]:
-    """The window of each collective."""
+    """The window of every collective."""
     latest = _latest(played)
-    found = {}
-    for each in order:
-        type_ = each.parts[0].type
-        if type_ in COLLECTIVES and len(each.parts) > 1:
-            starts = latest.get((played.numbering.first_node[type_], each.microbatch), each.ready_ms)
+    by_part = {}
+    for part in order:
+        type_ = part.parts[0].type
+        if type_ in COLLECTIVES and len(part.parts) > 1:
+            starts = latest.get((played.numbering.first_node[type_], part.microbatch), part.ready_ms)
             deadline = starts - _IN_TURN * times.comms[type_]
-            found[each] = Window(each, each.ready_ms, max(each.ready_ms, deadline))
-    return found
+            by_part[part] = Window(part, part.ready_ms, max(part.ready_ms, deadline))
+    return by_part
 
 
 def _latest(played: Events) -> dict[tuple[int, int], float]:
@@ -149,8 +149,8 @@ def _boundaries(played: Events, rank: int, layers: Sequence[int]) -> list[float]
     return moments
 
 
-def moments_in(found: Iterable[Window], boundaries: Sequence[Sequence[float]]) -> list[float]:
-    """Moments that hit every window, with the least waiting over all ranks; what has one moment waits once.
+def moments_in(among: Iterable[Window], boundaries: Sequence[Sequence[float]]) -> list[float]:
+    """Moments that hit every window with the least waiting over all ranks; launches at one moment wait once.
 
     A rank waits for a moment from its last boundary before it, or from the moment before if that is later.
     ``least[j]`` is the least waiting up to moment j, if j is chosen and every window that closes before it is
@@ -159,17 +159,17 @@ def moments_in(found: Iterable[Window], boundaries: Sequence[Sequence[float]]) -
         least[j] = min over i of least[i] + the waiting for j after i
 
     Args:
-        found: the windows.
+        among: the windows.
         boundaries: of each rank, ms, in order.
 
     Returns:
         the moments in order, ms.
     """
-    found = list(found)
-    closing = sorted((window.deadline_ms, window.ready_ms) for window in found)
+    among = list(among)
+    closing = sorted((window.deadline_ms, window.ready_ms) for window in among)
     if not closing:
         return []
-    points = sorted({*(ready for _, ready in closing), *_inside(found, boundaries)})
+    points = sorted({*(ready for _, ready in closing), *_inside(among, boundaries)})
     at, closed, opened = [0] * len(boundaries), 0, -1.0  # ``opened``: when the latest closed window opened
     least: list[float] = []
     before: list[int] = []
@@ -195,9 +195,9 @@ def moments_in(found: Iterable[Window], boundaries: Sequence[Sequence[float]]) -
     return _chosen(points, least, before, max(ready for _, ready in closing))
 
 
-def _inside(found: Iterable[Window], boundaries: Sequence[Sequence[float]]) -> Iterator[float]:
+def _inside(among: Iterable[Window], boundaries: Sequence[Sequence[float]]) -> Iterator[float]:
     """The boundaries in any window: a moment outside hits nothing, and saves no more waiting than it adds."""
-    for opens, closes in joined((window.ready_ms, window.deadline_ms) for window in found):
+    for opens, closes in joined((window.ready_ms, window.deadline_ms) for window in among):
         for row in boundaries:
             yield from row[bisect_left(row, opens) : bisect_right(row, closes)]
 

@@ -42,7 +42,7 @@ _VOCABULARY = (*_OUTPUT, PassType.IF, PassType.IB)
 TYPES: tuple[PassType | CommType, ...] = (*LAYERS, *_VOCABULARY, *CommType)
 
 
-class Need(NamedTuple):
+class LocalNeed(NamedTuple):
     """Microbatch i of a node waits for microbatch i - ``back`` of ``node``, if that is not below 0."""
 
     node: int
@@ -102,12 +102,12 @@ class Numbering:
         return range(first + ranks.start, first + ranks.stop)
 
     @cached_property
-    def needs(self) -> tuple[tuple[Need, ...], ...]:
+    def needs(self) -> tuple[tuple[LocalNeed, ...], ...]:
         """What each node waits for; nothing where the schedule has no such instruction."""
-        table: list[tuple[Need, ...]] = [()] * self.nodes
+        table: list[tuple[LocalNeed, ...]] = [()] * self.nodes
         for item in _templates(self.schedule):
             table[self.first_node[item.type] + item.stage] = tuple(
-                Need(self.first_node[need.type] + need.stage, item.microbatch - need.microbatch)
+                LocalNeed(self.first_node[need.type] + need.stage, item.microbatch - need.microbatch)
                 for need in prerequisites(item, self.schedule)
             )
         return tuple(table)
@@ -136,7 +136,7 @@ def _templates(schedule: Schedule) -> Iterator[Atom]:
         yield from (Comm(comm, rank, mb) for comm in collectives(schedule))
 
 
-def in_numbers(needs: tuple[Need, ...], m: int) -> list[tuple[int, int]]:
+def numbered_needs(needs: tuple[LocalNeed, ...], m: int) -> list[tuple[int, int]]:
     """Needs as (first, back): microbatch i waits for number ``first + i`` if i is at least ``back``.
 
     With m = 8, an IF that waits for node 40 of two microbatches before gives (318, 2): its microbatch 5

@@ -64,9 +64,9 @@ def resident(events: Events, rank: int, types: Collection[CommType] = COLLECTIVE
 def _numbers(events: Events, rank: int, types: Collection[CommType]) -> Iterator[int]:
     """The parts in collectives, and the receives, that a rank launched."""
     numbering, schedule = events.numbering, events.numbering.schedule
-    here = [stage for stage in range(numbering.width) if schedule.placement.rank_of(stage) == rank]
+    own_stages = [stage for stage in range(numbering.width) if schedule.placement.rank_of(stage) == rank]
     for type_ in types:
-        for stage in [rank] if type_ in COLLECTIVES else here:
+        for stage in [rank] if type_ in COLLECTIVES else own_stages:
             first = (numbering.first_node[type_] + stage) * schedule.m
             yield from (k for k in range(first, first + schedule.m) if events.launches[k] >= 0.0)
 
@@ -80,13 +80,13 @@ def layers(events: Events, rank: int) -> list[Interval]:
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
     """Their union, as disjoint intervals in order."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def shared(one: Sequence[Interval], other: Sequence[Interval]) -> float:

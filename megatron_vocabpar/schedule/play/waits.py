@@ -31,7 +31,7 @@ Blocking = Literal["nothing", "collectives", "communication", "everything"]
 
 
 @dataclass(frozen=True)
-class Model:
+class QueueModel:
     """One way in which operations wait for more than they must.
 
     Attributes:
@@ -115,7 +115,7 @@ class Waits:
         for node, need in chain.from_iterable(map(self._in_every_model, self.rows)):
             self.common[node].append(need)
 
-    def under(self, model: Model, held: Collection[int]) -> list[list[int]]:
+    def under(self, model: QueueModel, held: Collection[int]) -> list[list[int]]:
         """For each node the nodes that it waits for in ``model``, which blocks the hosts of ``held``."""
         before = [list(needs) for needs in self.common]
         for rank, row in enumerate(self.rows):
@@ -167,7 +167,7 @@ class Waits:
                 yield joined, _node(_STARTED, k)
                 yield _node(_ENDED, k), joined
 
-    def _on_streams(self, row: range, model: Model) -> Iterator[Edge]:
+    def _on_streams(self, row: range, model: QueueModel) -> Iterator[Edge]:
         """An operation waits for the one before it on its side stream.
 
         A pass that ranks run in step launches its collectives behind its first product: it starts beside the
@@ -183,7 +183,7 @@ class Waits:
                     yield self._joined(k), self._joined(last[stream])
                 last[stream] = k
 
-    def _on_rank(self, row: range, model: Model, held: bool) -> Iterator[Edge]:
+    def _on_rank(self, row: range, model: QueueModel, held: bool) -> Iterator[Edge]:
         """A host, and a single queue, wait for what was issued before."""
         for k in row[1:]:
             if held and _blocks(model, self.items[k - 1][1]):
@@ -209,7 +209,7 @@ class Waits:
         """The event that all ranks have come to a communication, or to a pass that they run in step."""
         return _node(_JOINED, self.first_part.setdefault(shared_name(self.items[k][1]), k))
 
-    def _stream(self, k: int, model: Model) -> Hashable:
+    def _stream(self, k: int, model: QueueModel) -> Hashable:
         communicator, item = self.communicators[k], self.items[k][1]
         if not isinstance(item, Comm):
             return _COLLECTIVES if item.type in self.schedule.method.in_step else None
@@ -252,7 +252,7 @@ def _node(phase: int, k: int) -> int:
     return _PHASES * k + phase
 
 
-def _blocks(model: Model, item: Instruction) -> bool:
+def _blocks(model: QueueModel, item: Instruction) -> bool:
     match model.blocking:
         case "everything":
             return True

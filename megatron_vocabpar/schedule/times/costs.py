@@ -264,11 +264,11 @@ class PassTimes:
     def benign(schedule: Schedule) -> PassTimes:
         """The textbook's times: F 1, B 2, short vocabulary passes, no latency; in units of a forward."""
         stages, ranks = schedule.placement.num_stages, schedule.p
-        one = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
+        unit_ms = {PassType.F: 1.0, PassType.B: 2.0, PassType.W: 1.0}
         vocabulary = dict.fromkeys(VOCABULARY_PASSES, 0.0) | dict.fromkeys((*_OUTPUT, PassType.TW), 0.25)
         return PassTimes(
             {
-                **{type_: (time,) * stages for type_, time in one.items()},
+                **{type_: (time,) * stages for type_, time in unit_ms.items()},
                 **{type_: (time,) * ranks for type_, time in vocabulary.items()},
             },
             dict.fromkeys(CommType, 0.0),

@@ -16,12 +16,12 @@ def alone_ms(alone: Mapping[Kind, Sequence[float]], pairs: Iterable[Pair]) -> di
     A stage whose passes all ran in pairs gets the mean of the rank's other stages. There is always another
     one: a rank's first F runs alone, as no B can come before it, and so does its last B.
     """
-    known = {kind: median(times) for kind, times in alone.items()}
-    times = dict(known)
+    medians = {kind: median(times) for kind, times in alone.items()}
+    times = dict(medians)
     for pass_ in (part for pair in pairs for part in (pair.forward, pair.backward)):
-        others = [ms for (type_, _), ms in known.items() if type_ is pass_.type]
-        if (pass_.type, pass_.stage) not in times and others:
-            times[pass_.type, pass_.stage] = mean(others)
+        other_stages = [ms for (type_, _), ms in medians.items() if type_ is pass_.type]
+        if (pass_.type, pass_.stage) not in times and other_stages:
+            times[pass_.type, pass_.stage] = mean(other_stages)
     return times
 
 
@@ -39,7 +39,7 @@ def hidden_ms(alone: Mapping[Kind, float], together: Mapping[Pair, float]) -> di
     for pair, ms in together.items():
         stages = pair.forward.stage, pair.backward.stage
         saved.setdefault(stages, []).append(_ms(alone, pair.forward) + _ms(alone, pair.backward) - ms)
-    return {stages: median(each) for stages, each in saved.items()}
+    return {stages: median(ms) for stages, ms in saved.items()}
 
 
 def _ms(alone: Mapping[Kind, float], pass_: Pass) -> float:

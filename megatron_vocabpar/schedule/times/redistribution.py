@@ -79,11 +79,11 @@ def cut(work: Sequence[float], counts: Sequence[float], ranks: Sequence[int]) ->
     for stage, until in enumerate(accumulate(wanted[:-1]), 2 - stages):
         distances = {end: abs(done[end] - until) for end in range(ends[-1] + 1, layers + stage + 1)}
         ends.append(min(distances, key=distances.__getitem__))
-    found: tuple[int, ...] = ()
+    best: tuple[int, ...] = ()
     moved = tuple(end - start for start, end in pairwise([*ends, layers]))
-    while not found or excess(moved) < excess(found) * (1 - 1e-9):
-        found, moved = moved, min(moves(moved), key=excess, default=moved)
-    return found
+    while not best or excess(moved) < excess(best) * (1 - 1e-9):
+        best, moved = moved, min(moves(moved), key=excess, default=moved)
+    return best
 
 
 def moves(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:

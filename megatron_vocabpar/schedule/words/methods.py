@@ -66,15 +66,15 @@ class Method:
         words, *further = _chains(self)
         if words and (words[0] is not CommType.C0 or words[-1] not in (PassType.B, PassType.L)):
             raise ValueError(f"method {self.name}: the chain {self.chain!r} must lead from C0 to B")
-        known, twice = set(words), len(set(words)) < len(words)
+        names, twice = set(words), len(set(words)) < len(words)
         for beside in further:
-            if beside[0] not in known:
+            if beside[0] not in names:
                 raise ValueError(
                     f"method {self.name}: {self.beside!r} must start with a word of {self.chain!r}"
                 )
             joins = beside[-1] is PassType.B or beside[-1] not in words
-            twice = twice or bool(known & set(beside[1:-1] if joins else beside[1:]))
-            known |= set(beside)
+            twice = twice or bool(names & set(beside[1:-1] if joins else beside[1:]))
+            names |= set(beside)
         if twice:
             raise ValueError(f"method {self.name}: {self.chain!r}, then {self.beside!r}, names a word twice")
 
@@ -191,7 +191,7 @@ def _type(method: Method, word: str) -> Word:
 BASELINE, REDIS, NAIVE, INTERLACED = "baseline", "redis", "naive", "interlaced"
 VOCAB_1, VOCAB_2 = "vocab-1", "vocab-2"
 DEFAULT = VOCAB_2
-"""The method of those who name none: it holds one microbatch less than ``VOCAB_1``."""
+"""The default method: it holds one microbatch less than ``VOCAB_1``."""
 
 METHODS: dict[str, Method] = {
     method.name: method

@@ -68,7 +68,7 @@ class Schedule:
         ranks: for each rank its passes, in order. Empty in a *frame*: the shape of a schedule, without an
             order.
         mtp_depths: D of multi-token prediction. If it is above 0, ``Placement.mtp_stage`` embeds tokens, too.
-        pairs: the passes that run together: neighbours in a rank's row, F first. No ordering rule knows of
+        pairs: the passes that run together: neighbours in a rank's row, F first. No ordering rule depends on
             pairs: a pair waits for everything that its two passes wait for.
 
     Raises:

@@ -19,7 +19,7 @@ class Toy:
     full_ms: float
     is_full: bool = False
 
-    def in_full(self, below_ms: float) -> Toy:
+    def play_in_full(self, below_ms: float) -> Toy:
         return replace(self, known_ms=self.full_ms, is_full=True)
 
 
@@ -33,30 +33,30 @@ def names(ranked: list[Toy]) -> str:
 
 @pytest.mark.parametrize(("fewest", "most", "expected"), [(1, inf, "CBad"), (3, inf, "CBAd"), (9, 1, "Bcad")])
 def test_what_may_be_the_fastest_is_played(fewest: int, most: float, expected: str) -> None:
-    assert names(choose(TOYS, Toy.in_full, fewest=fewest, most=most)) == expected
+    assert names(choose(TOYS, Toy.play_in_full, fewest=fewest, most=most)) == expected
 
 
 def test_the_order_of_plays_is_that_of_what_is_known() -> None:
-    told: list[str] = []
-    choose(TOYS, Toy.in_full, fewest=3, told=lambda one: told.append(one.name))
-    assert told == ["b", "c", "a"]
+    announced: list[str] = []
+    choose(TOYS, Toy.play_in_full, fewest=3, announce=lambda toy: announced.append(toy.name))
+    assert announced == ["b", "c", "a"]
 
 
 def test_what_was_played_before_counts() -> None:
     before = Toy("e", 10.5, 10.5, is_full=True)
-    assert names(choose([*TOYS, before], Toy.in_full)) == "EBcad"
-    assert names(choose([*TOYS, replace(before, known_ms=9.0)], Toy.in_full)) == "Ebcad"
+    assert names(choose([*TOYS, before], Toy.play_in_full)) == "EBcad"
+    assert names(choose([*TOYS, replace(before, known_ms=9.0)], Toy.play_in_full)) == "Ebcad"
 
 
 def test_what_turns_out_not_to_fit_is_no_winner() -> None:
-    assert names(choose([Toy("a", 1.0, inf), Toy("b", 2.0, 3.0)], Toy.in_full)) == "BA"
+    assert names(choose([Toy("a", 1.0, inf), Toy("b", 2.0, 3.0)], Toy.play_in_full)) == "BA"
 
 
 def test_of_equally_fast_ones_the_first_wins() -> None:
-    assert names(choose([Toy("a", 2.0, 3.0), Toy("b", 1.0, 3.0)], Toy.in_full)) == "AB"
+    assert names(choose([Toy("a", 2.0, 3.0), Toy("b", 1.0, 3.0)], Toy.play_in_full)) == "AB"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_several_workers_give_the_same(workers: int) -> None:
     """A play that began beside a faster one is forgotten."""
-    assert names(choose(TOYS, Toy.in_full, workers=workers)) == "CBad"
+    assert names(choose(TOYS, Toy.play_in_full, workers=workers)) == "CBad"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.schedule.make.building_block import BuildingBlock
-from megatron_vocabpar.schedule.make.list_scheduling import Stuck, Timeline, arrange
+from megatron_vocabpar.schedule.make.list_scheduling import Arrangement, Stuck, arrange
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, TimedNeed
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.make.rules import Rules
@@ -38,7 +38,7 @@ PLAN = BuildingBlock(7.0, {F0: 0.0, F1: 3.0, B0: 11.0})
 LAZY = Rules(lazy={T0: F0}, pending={T0: 3})
 
 
-def rows(timeline: Timeline, m: int) -> list[list[tuple[int, int, float]]]:
+def rows(timeline: Arrangement, m: int) -> list[list[tuple[int, int, float]]]:
     return [[(item // m, item % m, timeline.ends[item]) for item in row] for row in timeline.order]
 
 

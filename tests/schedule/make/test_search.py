@@ -9,7 +9,7 @@ import pytest
 
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
-from megatron_vocabpar.schedule.make.generate import generate, in_every_family
+from megatron_vocabpar.schedule.make.generate import family_requests, generate
 from megatron_vocabpar.schedule.make.problem import Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.peaks import peak_activations
@@ -93,7 +93,7 @@ def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000
     costs, family = ADVERSE[case](p), families()[name]
     cap = claimed_peak(method_named(method), p, family, family.chunks)
     request = PlanRequest(method=method, p=p, m=m, among=[family], costs=costs, max_activations=cap)
-    found = [Problem.of(each).best(passes) for each in in_every_family(request)]
+    found = [Problem.of(each).best(passes) for each in family_requests(request)]
     generated = generate(method, p, m, family=name, costs=costs)
     validate(generated, cap)
     return milliseconds(generated, costs) / min(milliseconds(each, costs) for each in found)

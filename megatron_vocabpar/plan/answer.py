@@ -36,9 +36,9 @@ from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import MOST, Question
 from megatron_vocabpar.plan.job import Job, refused
-from megatron_vocabpar.plan.memory import GIB
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import stock_choices
+from megatron_vocabpar.plan.stage_memory import GIB
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import text_table
 
@@ -70,7 +70,7 @@ _WORDS = ("family", "method", "fits", "schedule", "memory", _BINDS)  # columns t
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """What was asked, and what is recommended.
 
     Attributes:
@@ -93,7 +93,7 @@ class Answer:
     notes: Sequence[str] = field(default=())
 
 
-def answer_for_job(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> Answer:
+def answer_for_job(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> PlanAnswer:
     """Try every choice, in ``workers`` processes; the best of them, or what would make one fit.
 
     Raises:
@@ -105,7 +105,7 @@ def answer_for_job(request: Request, notes: Sequence[str] = (), *, workers: int 
     best = best_of(choices)
     judged = verdict([choice for choice in choices if choice.exact and choice.fits])
     why = reasons(choices, best) if best else redistribution(choices)
-    return Answer(
+    return PlanAnswer(
         summary(request),
         {name: asdict(getattr(request, name)) for name in ("model", "job", "hardware")}
         | {"limit_gib": request.limit_gib},
@@ -117,28 +117,28 @@ def answer_for_job(request: Request, notes: Sequence[str] = (), *, workers: int 
     )
 
 
-def answer_for_gpus(question: Question, found: Sequence[Choice], notes: Sequence[str] = ()) -> Answer:
+def answer_for_gpus(question: Question, choices: Sequence[Choice], notes: Sequence[str] = ()) -> PlanAnswer:
     """The best configurations and Megatron's best, with the reasons for the first."""
-    judged = verdict(found)
-    lines = [gain(found), str(judged or ""), *(channels(found[0]) if found else ())]
-    return Answer(
+    judged = verdict(choices)
+    lines = [gain(choices), str(judged or ""), *(channels(choices[0]) if choices else ())]
+    return PlanAnswer(
         [headline(question)],
         {name: asdict(getattr(question, name)) for name in ("model", "hardware")}
         | {"gpus": question.gpus, "global_batch_size": question.batch, "limit_gib": question.limit_gib}
         | {"fixed": dict(question.fixed)},
-        shown(found),
-        found[0] if found else None,
+        shown(choices),
+        choices[0] if choices else None,
         of_gpus=True,
         reasons=[
             *filter(None, lines),
             f"Times are estimates; --sources says where each number is from; {MOST} configurations at most",
         ],
-        remedies=() if found else [nothing_fits(question)],
+        remedies=() if choices else [nothing_fits(question)],
         notes=[*notes, *model_notes(question.model)],
     )
 
 
-def print_answer(answer: Answer, console: Console) -> None:
+def print_answer(answer: PlanAnswer, console: Console) -> None:
     """Print the table, for one job the memory of each rank, the reasons and the flags."""
     best, wide = answer.best, console.width >= _WIDE
     lines = list(answer.heading)
@@ -183,7 +183,7 @@ def folded(flags: Sequence[str], width: int = 96) -> str:
     return " \\\n".join(lines)
 
 
-def _table(answer: Answer, wide: bool) -> Table:
+def _table(answer: PlanAnswer, wide: bool) -> Table:
     possible = [choice for choice in answer.choices if not choice.problem]
     if not answer.of_gpus:
         return text_table([_OF_A_JOB, *(_cells_of_job(choice, answer.best) for choice in possible)], _WORDS)
@@ -231,7 +231,7 @@ def _memory_table(choice: Choice) -> Table:
     return text_table(rows, ())
 
 
-def answer_json(answer: Answer) -> str:
+def answer_json(answer: PlanAnswer) -> str:
     """The whole answer as one JSON object; memory in GiB."""
     best = answer.best
     judged = verdict([choice for choice in answer.choices if choice.fits])

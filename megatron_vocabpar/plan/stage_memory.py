@@ -168,12 +168,13 @@ def stage_memory(
     of_head = model.with_head_layers if model.pattern else model
     parts, stages = model.stages(layers), []
     again = max(
-        _UNCOUNTED * one.activation_bytes - (0 if full else _activation(one, job)) for _, one in model.kinds
+        _UNCOUNTED * kind.activation_bytes - (0 if full else _activation(kind, job))
+        for _, kind in model.kinds
     )
     parameters = parameters_of(model, job, method, placement, layers)
     for rank in range(placement.p):
-        here = [parts[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
-        microbatch = sum(count * _activation(stage, job) for count, stage in here) * tokens / job.t
+        stages_of_rank = [parts[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
+        microbatch = sum(count * _activation(stage, job) for count, stage in stages_of_rank) * tokens / job.t
         if rank == placement.last_rank:
             head = _activation(of_head, job) + (0 if full else _HEAD * model.hidden)
             microbatch += model.mtp_depths * head * tokens / job.t

@@ -1,4 +1,4 @@
-"""``vocabpar plan --gpus``: asks how to spread a model over so many, with a bar while that is played."""
+"""``vocabpar plan --gpus``: search parallel configurations, with a progress bar."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_vocabpar.cli.files import is_quiet
+from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json, print_answer
 from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus
-from megatron_vocabpar.plan.tables import answer_for_gpus, answer_json, print_answer
 from megatron_vocabpar.text_tables import console
 
 _WORKERS = 4
@@ -56,13 +56,13 @@ def plan_gpus(
     question = question_of(model, given, gpu, limit_gib, options)
     notes = [*notes, *other_gpus(given, question.gpus), *given.unread()]
     with _bar() as progress:
-        found = best_configurations(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
-    answer = answer_for_gpus(question, found, notes)
+        choices = best_configurations(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
+    answer = answer_for_gpus(question, choices, notes)
     if output_format == "json":
         click.echo(answer_json(answer))
     else:
         print_answer(answer, console(_COLUMNS))
-    return bool(found)
+    return bool(choices)
 
 
 def question_of(
@@ -70,7 +70,7 @@ def question_of(
 ) -> Question:
     """The question: the sizes and settings that are given stay."""
     gpus = int(options["gpus"])
-    said = job_from_arguments(given, {**options, "dp": 1, "ep": 1, "microbatches": 1})
+    job = job_from_arguments(given, {**options, "dp": 1, "ep": 1, "microbatches": 1})
     batch = options["global_batch_size"] or given.number("global-batch-size", usual_batch(model, gpus))
     fixed: dict[str, Any] = {
         name: options[option] or given.number(flag)
@@ -79,7 +79,7 @@ def question_of(
     }
     for name, flags in _SWITCHES:
         if options.get(name) or any(flag in given for flag in flags):
-            fixed[name] = getattr(said, name)
+            fixed[name] = getattr(job, name)
     return Question(model, gpu, gpus, int(batch), limit_gib, fixed)
 
 
