@@ -41,7 +41,7 @@ def documents(ids: int, tokens: int, seed: int = 1234) -> Iterator[list[int]]:
 
 def main(argv: list[str]) -> None:
     """Write the dataset, and make sure that Megatron's functions for datasets are compiled."""
-    from megatron_vocabpar.train.datasets import compile_helpers, write_dataset
+    from megatron_vocabpar.train.prepare import compile_helpers, write_dataset
 
     prefix, ids, tokens = argv[0], int(argv[1]), int(argv[2])
     write_dataset(prefix, documents(ids, tokens), ids)

@@ -1,91 +1,29 @@
-"""Megatron's own data path: write an indexed dataset, read it as ``GPTDataset``, cut it into microbatches.
+"""Megatron's own data path: an indexed dataset read as ``GPTDataset`` and cut into microbatches.
 
 The seed, the step and the place in the step alone decide which sequences a microbatch holds. So every method
 sees the same data, and a resumed job goes on where it stopped.
-Next: ``prepare.py`` decides what is written; ``trainer.py`` reads it.
+``prepare.py`` has written the dataset. Next: ``trainer.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import itertools
-import os
-import shutil
-import subprocess
-import sysconfig
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from torch.utils.data import default_collate
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.data_files import DataFiles
+from megatron_vocabpar.train.prepare import DataFiles, compile_helpers
 
 Batch = Mapping[str, torch.Tensor | None]
 """``tokens``, ``labels``, ``position_ids`` [b, s] int64, ``loss_mask`` fp32, ``attention_mask`` None."""
-
-_INDEX_HEADER = b"MMIDIDX\0\0"
-_SCANNED_TOKENS = 1 << 28
-
-
-def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
-    """Write ``prefix.bin`` and ``prefix.idx``: one sequence a document, in the smallest token type.
-
-    The ``.idx`` appears last, when both files are complete.
-    """
-    partial = f"{prefix}.partial-{os.getpid()}"
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(vocab_size))
-    for document in documents:
-        builder.add_document(document, [len(document)])
-    builder.finalize(f"{partial}.idx")
-    for end in (".bin", ".idx"):
-        os.replace(partial + end, prefix + end)
-
-
-def inspect_dataset(prefix: str) -> tuple[list[int], int]:
-    """Sequence lengths of an indexed dataset in tokens, and the largest id among its first 2²⁸ tokens."""
-    with open(f"{prefix}.idx", "rb") as index:
-        if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
-            raise ValueError(f"{prefix}.idx is not the index of a Megatron dataset; give another --text")
-    dataset = IndexedDataset(prefix)
-    lengths = dataset.sequence_lengths.tolist()
-    if sum(lengths) == 0:
-        raise ValueError(f"the indexed dataset {prefix} is empty; give another --text")
-    tokens = np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r")
-    return lengths, int(tokens[:_SCANNED_TOKENS].max())
-
-
-def compile_helpers() -> None:
-    """Compile ``GPTDataset``'s C++ functions unless megatron-core's installation, such as a wheel, has them.
-
-    One process calls it, before the ranks start.
-    """
-    with contextlib.suppress(ImportError):
-        importlib.import_module("megatron.core.datasets.helpers_cpp")
-        return
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    if compiler is None:
-        raise ValueError("megatron-core's dataset functions need a C++ compiler; install g++")
-    source = Path(dataset_utils.__file__).with_name("helpers.cpp")
-    target = source.with_name(f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}")
-    # torch brings pybind11's headers
-    includes = [f"-I{Path(torch.__file__).parent / 'include'}", f"-I{sysconfig.get_path('include')}"]
-    command = [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(source), "-o", str(target)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ValueError(f"{compiler} could not compile {source}: {last}")
 
 
 def build_datasets(config: TrainConfig, files: DataFiles) -> tuple[GPTDataset, GPTDataset | None]:

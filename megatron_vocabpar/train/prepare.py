@@ -1,30 +1,73 @@
 """From text to token ids on disk: corpus, tokenizer and Megatron's indexed dataset, each kept between runs.
 
 One process runs this before any rank starts, and writes the result beside the ranks' configuration as
-``data.json``. A file of the cache gets its name when it is complete. Megatron takes seconds to import, so it
-is imported where it is needed.
-Next: ``data_files.py``, ``datasets.py``.
+``data.json``. A file of the cache gets its final name when it is complete. Megatron takes seconds to import,
+so a function that needs it imports it.
+Next: ``datasets.py``, which reads what is written here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
-from collections.abc import Callable
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from tokenizers import Tokenizer
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.data_files import DataFiles, cache_folder, write_atomically
-from megatron_vocabpar.train.quiet import quiet_megatron
 from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
 from megatron_vocabpar.train.tokenizer import encoded, end_of_text, load_tokenizer, train_tokenizer
 
 VALID_FRACTION = 0.02
 _FORMAT = "1"  # a part of every cache key; raise it when the written form changes
+_INDEX_HEADER = b"MMIDIDX\0\0"
+_SCANNED_TOKENS = 1 << 28
 
 
+@dataclass(frozen=True)
+class DataFiles:
+    """Prepared data, as the ranks read it. The last documents are kept for evaluation."""
+
+    name: str  # for a person to read
+    prefix: str  # path of the indexed dataset, without .bin and .idx
+    tokenizer: str | None  # path of the tokenizer.json; None for an indexed dataset that the user named
+    vocab_size: int  # the tokenizer's, or the largest token id plus one
+    eod: int  # id of the end-of-document token; 0 without a tokenizer
+    documents: int  # sequences of the indexed dataset, those for evaluation included
+    valid_documents: int
+    train_tokens: int
+    valid_tokens: int
+    index_cache: str  # the folder in which GPTDataset keeps its indices
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> DataFiles:
+        return cls(**json.loads(text))
+
+
+@contextlib.contextmanager
+def quiet_megatron() -> Iterator[None]:
+    """Silence megatron-core's warnings: missing parts for GPUs, its own old names."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        yield
+
+
+@quiet_megatron()
 def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
     """The data of a job: from the cache, or made now."""
     text = config.text
@@ -34,14 +77,6 @@ def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None)
         files = _tokenized(config, say)
     _check_sizes(config, files)
     return files
-
-
-def _datasets() -> ModuleType:
-    with quiet_megatron():
-        from megatron_vocabpar.train import datasets
-
-    datasets.compile_helpers()
-    return datasets
 
 
 def _tokenized(config: TrainConfig, say: Callable[[str], None]) -> DataFiles:
@@ -54,7 +89,7 @@ def _tokenized(config: TrainConfig, say: Callable[[str], None]) -> DataFiles:
         say(f"tokenizing {corpus.name} ({sum(map(len, corpus.documents)) / 1e6:.1f} M characters)")
         prefix = str(folder / "text")
         documents = filter(None, encoded(tokenizer, corpus.documents))
-        _datasets().write_dataset(prefix, documents, tokenizer.get_vocab_size())
+        write_dataset(prefix, documents, tokenizer.get_vocab_size())
         files = _data_files(corpus.name, prefix, folder / "indices", path, tokenizer)
         write_atomically(record, files.to_json())
     return DataFiles.from_json(record.read_text())
@@ -79,7 +114,8 @@ def _hash(raw: bytes) -> str:
 def _data_files(
     name: str, prefix: str, index_cache: Path, path: Path | None = None, tokenizer: Tokenizer | None = None
 ) -> DataFiles:
-    lengths, largest_id = _datasets().inspect_dataset(prefix)
+    compile_helpers()
+    lengths, largest_id = inspect_dataset(prefix)
     valid = 0 if len(lengths) < 2 else max(1, round(VALID_FRACTION * len(lengths)))
     valid_tokens = sum(lengths[len(lengths) - valid :])
     return DataFiles(
@@ -114,3 +150,89 @@ def _check_sizes(config: TrainConfig, files: DataFiles) -> None:
             f"--text: {files.name} leaves {files.valid_tokens} tokens for evaluation, fewer than one "
             f"sequence of --seq-length {config.seq_length}; give a longer text, or --eval-interval 0"
         )
+
+
+def write_dataset(prefix: str, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
+    """Write ``prefix.bin`` and ``prefix.idx``: one sequence a document, in the smallest token type.
+
+    The ``.idx`` appears last, when both files are complete.
+    """
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    partial = f"{prefix}.partial-{os.getpid()}"
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(vocab_size))
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{partial}.idx")
+    for end in (".bin", ".idx"):
+        os.replace(partial + end, prefix + end)
+
+
+def inspect_dataset(prefix: str) -> tuple[list[int], int]:
+    """Sequence lengths of an indexed dataset in tokens, and the largest id among its first 2²⁸ tokens."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    with open(f"{prefix}.idx", "rb") as index:
+        if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+            raise ValueError(f"{prefix}.idx is not the index of a Megatron dataset; give another --text")
+    dataset = IndexedDataset(prefix)
+    lengths = dataset.sequence_lengths.tolist()
+    if sum(lengths) == 0:
+        raise ValueError(f"the indexed dataset {prefix} is empty; give another --text")
+    tokens = np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r")
+    return lengths, int(tokens[:_SCANNED_TOKENS].max())
+
+
+def compile_helpers() -> None:
+    """Compile ``GPTDataset``'s C++ functions unless megatron-core's installation, such as a wheel, has them.
+
+    One process calls it, before the ranks start.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+        return
+    import torch
+    from megatron.core.datasets import utils
+
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        raise ValueError("megatron-core's dataset functions need a C++ compiler; install g++")
+    source = Path(utils.__file__).with_name("helpers.cpp")
+    target = source.with_name(f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}")
+    pybind11 = Path(torch.__file__).parent / "include"  # torch brings its headers
+    includes = [f"-I{pybind11}", f"-I{sysconfig.get_path('include')}"]
+    command = [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(source), "-o", str(target)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"{compiler} could not compile {source}: {last}")
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    A user who cannot write there, such as a service without a home, gets a folder among temporary files.
+    """
+    if chosen := environment.get("VOCABPAR_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the home folder is not known
+        folder = Path(base).expanduser() / "vocabpar"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir()) / f"vocabpar-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ValueError(f"{folder} belongs to another user; set VOCABPAR_CACHE to a folder of your own")
+    return folder
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader finds either all of it under ``path`` or no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

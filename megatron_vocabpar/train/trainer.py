@@ -34,9 +34,9 @@ from megatron_vocabpar.train.build import build
 from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
-from megatron_vocabpar.train.data_files import DataFiles
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.metrics import Metrics
+from megatron_vocabpar.train.prepare import DataFiles
 
 _START = timedelta(minutes=10)  # in which all ranks have started
 

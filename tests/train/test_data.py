@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,15 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.data_files import DataFiles
-from megatron_vocabpar.train.datasets import (
-    build_datasets,
+from megatron_vocabpar.train.datasets import build_datasets, microbatch, microbatches
+from megatron_vocabpar.train.prepare import (
+    DataFiles,
+    cache_folder,
     compile_helpers,
     inspect_dataset,
-    microbatch,
-    microbatches,
+    prepare,
     write_dataset,
 )
-from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.text import read_corpus
 from megatron_vocabpar.train.tokenizer import load_tokenizer
 
@@ -230,3 +231,24 @@ def test_a_compilation_that_fails(without_helpers: Path) -> None:
     (without_helpers / "helpers.cpp").write_text("int main( {")
     with pytest.raises(ValueError, match=r"could not compile .*helpers\.cpp: "):
         compile_helpers()
+
+
+def test_the_folder_that_is_named_comes_first(tmp_path: Path) -> None:
+    named = {"VOCABPAR_CACHE": str(tmp_path / "named"), "XDG_CACHE_HOME": str(tmp_path / "other")}
+    assert cache_folder(named) == tmp_path / "named"
+    assert cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "vocabpar"
+
+
+def test_a_user_without_a_home_has_a_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    nowhere = {
+        "XDG_CACHE_HOME": str(tmp_path / "file")
+    }  # no folder can be made in a file, not by root either
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = cache_folder(nowhere)
+    assert folder == cache_folder(nowhere) == tmp_path / f"vocabpar-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    (tmp_path / "vocabpar-4711").mkdir()
+    with pytest.raises(ValueError, match="vocabpar-4711 belongs to another user; set VOCABPAR_CACHE"):
+        cache_folder(nowhere)
