@@ -30,13 +30,12 @@ from megatron_vocabpar.runtime.timeline import Timeline, gather_trace
 from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train import output
-from megatron_vocabpar.train.build import build
-from megatron_vocabpar.train.checkpoint import load_checkpoint, save_checkpoint
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.prepare import DataFiles
+from megatron_vocabpar.train.state import build, load_checkpoint, save_checkpoint
 
 _START = timedelta(minutes=10)  # in which all ranks have started
 

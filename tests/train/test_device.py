@@ -26,9 +26,9 @@ from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.streams import HostCopy
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train import cpu
-from megatron_vocabpar.train.build import build_chunks
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
+from megatron_vocabpar.train.state import build_chunks
 from megatron_vocabpar.train.trainer import forward_step
 from tests.cases import rest_is_slow
 from tests.spawn import run_ranks

@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train import cpu
-from megatron_vocabpar.train.build import build_chunks
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on
+from megatron_vocabpar.train.state import build_chunks
 from tests.cases import rest_is_slow
 from tests.spawn import run_ranks
 
