@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
 from megatron_vocabpar.schedule.draw.svg import draw_svg
-from megatron_vocabpar.train.emulated import settings
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
 from megatron_vocabpar.train.pictures import COLOURS, OTHER_COLOUR
+from megatron_vocabpar.train.tables import emulation_settings
 
 
 def write_emulation(folder: Path, record: Mapping[str, Any]) -> None:
@@ -27,4 +27,4 @@ def emulation_svg(record: Mapping[str, Any]) -> str:
         method = row["name"].rpartition(" + ")[2]  # of "v-half + vocab-2"
         colour = COLOURS.get(method, OTHER_COLOUR)
         rows.append(Length(row["name"], row["net_ms"], row["measured_idle"], row["predicted_ms"], colour))
-    return draw_svg(lay_out_lengths(f"An iteration, emulated: {settings(record)}", rows))
+    return draw_svg(lay_out_lengths(f"An iteration, emulated: {emulation_settings(record)}", rows))

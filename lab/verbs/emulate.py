@@ -89,10 +89,9 @@ def emulate_command(
     from lab.emulated_bars import emulation_svg, write_emulation
     from lab.emulation import emulate, record
     from megatron_vocabpar.runtime.processes import ProcessFailed
-    from megatron_vocabpar.train.emulated import emulation_table
     from megatron_vocabpar.train.output import read_config
     from megatron_vocabpar.train.report import write_report
-    from megatron_vocabpar.train.tables import as_text
+    from megatron_vocabpar.train.tables import as_text, emulation_table
 
     if folder is not None:
         read_config(folder)

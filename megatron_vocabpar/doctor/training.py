@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron_vocabpar.doctor.result import Finding, within
 from megatron_vocabpar.schedule.words.methods import BASELINE
 from megatron_vocabpar.train.check import require_modules
-from megatron_vocabpar.train.compare import differences, loss_curve
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.metrics import read_metrics
 from megatron_vocabpar.train.output import METRICS_FILE
+from megatron_vocabpar.train.tables import differences, loss_curve
 
 LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
 """Largest relative difference of a loss: after six steps on the CPU in fp32 it is 1e-7."""

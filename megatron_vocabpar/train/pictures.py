@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.schedule.words.methods import BASELINE, INTERLACED, NAIVE, REDIS, VOCAB_1, VOCAB_2
-from megatron_vocabpar.train.compare import Curve
+from megatron_vocabpar.train.tables import Curve
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito; grey for black, which a dark page would
 # turn into white), by method; dashes let a curve below show.

@@ -1,30 +1,89 @@
-"""What a job leaves for its reader: tables (also as JSON), ``loss.png`` and ``index.html``.
+"""What a job leaves for its reader: tables (also as JSON), pictures, and one page with everything.
 
 Made from the files that the methods left in the results folder, so it can be made again at any time.
-Next: ``page.py`` (the page), ``pictures.py`` (the picture), ``compare.py`` (the differences).
+``index.html`` needs no other file. Next: ``tables.py`` (the numbers), ``pictures.py`` (losses and memory).
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_vocabpar.schedule.draw import (
+    WHY_THEY_DIFFER,
+    Chart,
+    draw_html,
+    draw_svg,
+    lay_out,
+    pictures,
+    planned_chart,
+    read_timeline,
+)
+from megatron_vocabpar.schedule.draw.markup import Html, element, headings, page, quiet
+from megatron_vocabpar.schedule.draw.markup import table as shown_table
+from megatron_vocabpar.schedule.plan import Plan
+from megatron_vocabpar.schedule.serialize import from_json, plan_from_json
+from megatron_vocabpar.schedule.simulate import simulate
+from megatron_vocabpar.schedule.words.methods import METHODS, Method
 from megatron_vocabpar.train import output
-from megatron_vocabpar.train.compare import differences, loss_curve, reference_method
+from megatron_vocabpar.train.config import TrainConfig, command_line
 from megatron_vocabpar.train.metrics import read_metrics, without_nan
-from megatron_vocabpar.train.page import draw_report
 from megatron_vocabpar.train.pictures import plot_losses, plot_memory
-from megatron_vocabpar.train.schedule_pictures import measured_idle, planned, write_schedules
+from megatron_vocabpar.train.schedules import describe
 from megatron_vocabpar.train.tables import (
+    TextTable,
     as_text,
     difference_table,
+    differences,
+    emulation_table,
     headline,
+    loss_curve,
+    reference_method,
     summarize,
     summary_table,
 )
+
+_ON_CPU = (
+    "On the CPU these are figures of whole processes: what a rank holds beside its model (Python, buffers of "
+    "gloo, memory that the allocator keeps) differs little from stage to stage. How the vocabulary layers "
+    "are spread shows in the differences; a GPU needs other amounts, and speed here says nothing of it."
+)
+_LOSSES = "Loss per token of each training step; circles are evaluations."
+_MEMORY = (
+    "Memory: the largest peak of each stage's ranks in any step, less what they held before the model was "
+    "built."
+)
+_SCHEDULES = (
+    "One step of each method as planned, with assumed times, on one time axis: a row a rank, the number is "
+    "the microbatch. The shorter one is the faster, if passes take such times."
+)
+_ONE_AXIS = "With the times that they were planned for, on one time axis: a row a rank, time to the right."
+_EMULATED = (
+    "Emulated means: this machine ran the schedules in real time, on a process a rank, with the executor, "
+    "the sends and the collectives of a training; in place of each pass a process slept as long as the pass "
+    "takes. It shows what the schedules are worth on hardware with such times, not how fast this machine is."
+)
+_ITERATION = "An iteration of each schedule, emulated: what an empty one takes is subtracted."
+_SCHEDULE = (
+    "The schedule of one step, with assumed times: a row a rank, time to the right; the number is the "
+    "microbatch. F and B are the forward and backward of a stage's layers"
+)
+_PARTITIONED = ", S and T the output layer on this rank's shard of the vocabulary"
+_FILES = {
+    output.METRICS_FILE: "loss, gradient norm, speed and memory of every step, one line of JSON each",
+    pictures.TIMELINE_PAGE_FILE: "plan and measurement to zoom into; hover over a pass to see what it is",
+    pictures.SCHEDULE_FILE: "the schedule as a picture",
+    output.SCHEDULE_DATA_FILE: "the schedule as data, for vocabpar simulate",
+    pictures.TIMELINE_FILE: "what each rank did in the last step, measured, for a trace viewer",
+    output.CHECKPOINT_FOLDER: "the trained model",
+}
+_PERFETTO = "https://ui.perfetto.dev"
 
 
 def write_report(folder: Path) -> str:
@@ -35,12 +94,12 @@ def write_report(folder: Path) -> str:
     if not metrics:
         raise ValueError(f"{folder} holds no metrics of {', '.join(config.methods)}; train first")
     reference = reference_method(list(metrics))
-    charts = planned([folder / name for name in metrics])
+    charts = _planned([folder / name for name in metrics])
     summaries = [
         replace(
             summarize(name, records),
             idle_planned=charts[name].idle if name in charts else None,
-            idle_measured=measured_idle(folder / name),
+            idle_measured=_measured_idle(folder / name),
         )
         for name, records in metrics.items()
     ]
@@ -49,17 +108,153 @@ def write_report(folder: Path) -> str:
     plot_losses(folder / "loss.png", curves, eval_curves, reference)
     plot_memory(folder / output.MEMORY_PICTURE_FILE, {row.method: row.peak_memory_mib for row in summaries})
     if len(charts) > 1:
-        write_schedules(folder, list(charts.values()))
+        _write_schedules(folder, list(charts.values()))
     _write_json(folder / "summary.json", summaries)
     tables = [summary_table(summaries)]
     distances = list(differences(curves, reference))
     if distances:
         _write_json(folder / "comparison.json", distances)
         tables.append(difference_table(distances))
-    page = folder / "index.html"
-    page.write_text(draw_report(folder, config, headline(summaries, distances), tables), encoding="utf-8")
-    return "\n".join([*map(as_text, tables), f"results: {page.absolute()}"])
+    path = folder / "index.html"
+    path.write_text(page(headline(summaries, distances), _report(folder, config, tables)), encoding="utf-8")
+    return "\n".join([*map(as_text, tables), f"results: {path.absolute()}"])
 
 
 def _write_json(path: Path, rows: Sequence[Any]) -> None:
     path.write_text(json.dumps([without_nan(asdict(row)) for row in rows], indent=2) + "\n")
+
+
+def _read_plan(folder: Path) -> Plan | None:
+    """The plan in a method's folder; None if none can be read."""
+    with suppress(OSError, ValueError):
+        return plan_from_json((folder / output.SCHEDULE_DATA_FILE).read_text(encoding="utf-8"))
+    return None
+
+
+def _planned(folders: Sequence[Path]) -> dict[str, Chart]:
+    """By method, the chart of its plan, where there is one."""
+    plans = ((folder.name, _read_plan(folder)) for folder in folders)
+    return {name: planned_chart(simulate(plan)) for name, plan in plans if plan is not None}
+
+
+def _measured_idle(folder: Path) -> float | None:
+    """The ranks' mean idle share of the measured step; None where nothing was measured."""
+    plan = _read_plan(folder)
+    with suppress(ValueError):
+        return read_timeline(folder / pictures.TIMELINE_FILE, plan.schedule).idle if plan else None
+    return None
+
+
+def _write_schedules(folder: Path, charts: Sequence[Chart]) -> None:
+    """Write charts on one time axis, as a picture and as a page to zoom into."""
+    svg = draw_svg(lay_out(charts, pictures.PAGE_WIDTH))
+    (folder / output.SCHEDULES_PICTURE_FILE).write_text(svg, encoding="utf-8")
+    html = draw_html(charts, "schedules of the methods", _ONE_AXIS)
+    (folder / output.SCHEDULES_PAGE_FILE).write_text(html, encoding="utf-8")
+
+
+def _report(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> Iterator[Html]:
+    yield element("p", _job(config))
+    yield _picture(folder / "loss.png", _LOSSES)
+    for table in tables:
+        yield from _table(table)
+    yield _picture(folder / output.MEMORY_PICTURE_FILE, _MEMORY)
+    if config.device == "cpu":
+        yield quiet(_ON_CPU)
+    if (folder / output.SCHEDULES_PICTURE_FILE).is_file():
+        yield element("h2", "Schedules")
+        yield _picture(folder / output.SCHEDULES_PICTURE_FILE, _SCHEDULES)
+        more = " shows them to zoom into, with memory and what each pass waited for."
+        yield element("p", _link(output.SCHEDULES_PAGE_FILE), more)
+    if emulation := _read_emulation(folder):
+        yield from _table(emulation_table(emulation))
+        yield _picture(folder / output.EMULATION_PICTURE_FILE, _ITERATION)
+        yield quiet(_EMULATED)
+    for name in config.methods:
+        if (folder / name).is_dir():
+            yield from _method(METHODS[name], folder / name, config.family)
+    yield element("h2", "Again, or further")
+    yield element("p", "This job was")
+    yield element("pre", shlex.join(command_line(config)))
+    resume = (element("code", "--resume"), " and a larger ", element("code", "--steps"), ".")
+    yield element("p", "To go on from its checkpoint, add ", *resume)
+
+
+def _job(config: TrainConfig) -> str:
+    return (
+        f"{', '.join(config.methods)} for {config.steps} steps each: a GPT with {config.layers} layers, "
+        f"hidden size {config.hidden}, {config.heads} heads and a vocabulary of {config.vocab_size:,} "
+        f"({'tied' if config.tied else 'untied'}, {config.position} positions, {config.dtype}), over "
+        f"{config.pp} pipeline stages × {config.tp} tensor-parallel × {config.dp} data-parallel ranks on "
+        f"{config.device}; {config.microbatches} microbatches of {config.micro_batch_size} × "
+        f"{config.seq_length} tokens a step and replica."
+    )
+
+
+def _method(method: Method, folder: Path, family: str) -> Iterator[Html]:
+    files = {path.name: path for path in folder.iterdir()}
+    yield element("h2", method.name)
+    yield element("p", method.summary)
+    if data := files.get(output.SCHEDULE_DATA_FILE):
+        yield element("p", f"Schedule: {_described(data, family)}.")
+    if picture := files.get(pictures.SCHEDULE_FILE):
+        yield _picture(picture, f"{_SCHEDULE}{_PARTITIONED if method.vocabulary_parallel else ''}.")
+    if picture := files.get(pictures.TIMELINE_PICTURE_FILE):
+        page_name = f"{method.name}/{pictures.TIMELINE_PAGE_FILE}"
+        yield _picture(picture, f"{WHY_THEY_DIFFER} {page_name} shows both to zoom into.")
+    links = {name: _link(f"{method.name}/{name}") for name in _FILES if name in files}
+    yield element("ul", *(element("li", link, f": {_FILES[name]}") for name, link in links.items()))
+    if pictures.TIMELINE_FILE in files:
+        yield quiet(
+            *("To see the timeline, open ", element("a", "ui.perfetto.dev", href=_PERFETTO), " (or "),
+            *(element("code", "chrome://tracing"), ") and drop "),
+            element("code", f"{method.name}/{pictures.TIMELINE_FILE}"),
+            " onto the page: one row a rank, passes and barriers by name. The file stays on your machine.",
+        )
+
+
+def _described(data: Path, family: str) -> str:
+    try:
+        return describe(from_json(data.read_text()), family)
+    except ValueError as error:
+        raise ValueError(f"{data} holds no schedule ({error}); remove it, or resume the job") from error
+
+
+def _table(table: TextTable) -> Iterator[Html]:
+    names, *rows = table.cells
+    yield element("h2", table.title)
+    cells = (
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
+        for row in rows
+    )
+    yield shown_table([headings(names, names[:1]), *cells])
+    if table.note:
+        yield quiet(table.note)
+
+
+def _link(path: str) -> Html:
+    return element("a", path, href=path)
+
+
+def _picture(path: Path, caption: str) -> Html:
+    is_svg = path.suffix == ".svg"
+    kind, data = "svg+xml" if is_svg else "png", base64.b64encode(path.read_bytes()).decode()
+    image = element(
+        "img", alt=caption, src=f"data:image/{kind};base64,{data}", class_="wide" if is_svg else ""
+    )
+    return element("figure", image, element("figcaption", caption))
+
+
+def _read_emulation(folder: Path) -> dict[str, Any] | None:
+    """The numbers of a folder's emulation, if there was one."""
+    path = folder / output.EMULATION_FILE
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        emulation_table(record)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not an emulation ({error}); remove it, or run python -m lab emulate"
+        ) from error
+    return record

@@ -1,18 +1,21 @@
-"""The tables of a report, for the terminal and for the page: a row a method.
+"""The numbers of a report and their tables, for the terminal and for the page.
 
-Next: ``report.py``, which puts them together.
+A job's summary has a row a method. Differences say how far the loss curves of several methods are from that
+of one of them, as in the paper's Figure 17: methods that compute the same differ by rounding alone.
+Next: ``report.py``, which puts the tables together.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_vocabpar.schedule.words.methods import BASELINE
 from megatron_vocabpar.text_tables import console, text_table
-from megatron_vocabpar.train.compare import Difference, loss_curve
 from megatron_vocabpar.train.metrics import memory_text
 
 _WIDTH = 110
@@ -21,6 +24,61 @@ _NOTE = (
     "what they held before the model was built. Idle time is the ranks' mean share of a step: as planned / "
     "as measured in the last."
 )
+_EMULATED = (
+    "schedule", "predicted ms", "ran, ms", "empty passes", "net ms", "differs", "idle, predicted", "measured",
+)  # fmt: skip
+
+Curve = Mapping[int, float]
+"""Loss by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one method's losses are from the reference's, over the ``steps`` steps that both have.
+
+    ``absolute`` is the largest difference and ``absolute_step`` its step; ``relative`` and ``relative_step``
+    are those of the difference divided by the reference's loss. Steps are compared until one of the two
+    losses is not finite, at ``not_finite_step``.
+    """
+
+    method: str
+    reference: str
+    steps: int
+    absolute: float
+    absolute_step: int
+    relative: float
+    relative_step: int
+    not_finite_step: int | None = None
+
+
+def loss_curve(records: Sequence[Mapping[str, Any]], name: str = "loss") -> dict[int, float]:
+    """``name`` by step, from lines of ``metrics.jsonl`` that have it."""
+    return {record["step"]: record[name] for record in records if record.get(name) is not None}
+
+
+def reference_method(methods: Sequence[str]) -> str:
+    """The method that the others are compared with: baseline where it is there, else the first."""
+    return BASELINE if BASELINE in methods else methods[0]
+
+
+def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Difference]:
+    """Compares every other method with the reference, unless they share no step."""
+    base = curves[reference]
+    for method, curve in curves.items():
+        shared = sorted(curve.keys() & base.keys())
+        if method == reference or not shared:
+            continue
+        finite = [math.isfinite(curve[step]) and math.isfinite(base[step]) for step in shared]
+        steps = shared[: finite.index(False)] if False in finite else shared
+        bad = None if len(steps) == len(shared) else shared[len(steps)]
+        if not steps:
+            yield Difference(method, reference, 0, math.nan, shared[0], math.nan, shared[0], bad)
+            continue
+        absolute = {step: abs(curve[step] - base[step]) for step in steps}
+        relative = {step: absolute[step] / abs(base[step]) if base[step] else 0.0 for step in steps}
+        worst, worst_relative = max(steps, key=absolute.__getitem__), max(steps, key=relative.__getitem__)
+        largest = (absolute[worst], worst, relative[worst_relative], worst_relative)
+        yield Difference(method, reference, len(steps), *largest, bad)
 
 
 class TextTable(NamedTuple):
@@ -127,3 +185,28 @@ def headline(summaries: Sequence[Summary], differences: Sequence[Difference]) ->
     if difference.not_finite_step is not None:
         return f"{first.method}: {speed}; a loss is not finite from step {difference.not_finite_step}"
     return f"{first.method}: {speed}, losses within {difference.relative:.1e} of its"
+
+
+def emulation_settings(record: Mapping[str, Any]) -> str:
+    """What was emulated, in words."""
+    return f"{record['pp']} ranks, {record['microbatches']} microbatches, {record['costs']}"
+
+
+def emulation_table(record: Mapping[str, Any]) -> TextTable:
+    """A row a schedule; the note says when the machine was busy with other work."""
+    rows = [
+        [
+            row["name"],
+            f"{row['predicted_ms']:,.1f}",
+            f"{row['net_ms'] + row['critical_passes'] * row['empty_pass_ms']:,.1f}",
+            f"{row['critical_passes']} × {row['empty_pass_ms']:.3f}",
+            f"{row['net_ms']:,.1f}",
+            f"{100 * row['error']:+.1f} %",
+            f"{100 * row['predicted_idle']:.1f} %",
+            f"{100 * row['measured_idle']:.1f} %",
+        ]
+        for row in record["schedules"]
+    ]
+    return TextTable(
+        f"Emulated: {emulation_settings(record)}", [[*_EMULATED], *rows], record.get("warning", "")
+    )

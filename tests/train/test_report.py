@@ -16,12 +16,21 @@ from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
-from megatron_vocabpar.train.compare import Difference, differences, loss_curve, reference_method
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
 from megatron_vocabpar.train.pictures import COLOURS, plot_losses, plot_memory
 from megatron_vocabpar.train.report import write_report
-from megatron_vocabpar.train.tables import as_text, difference_table, headline, summarize, summary_table
+from megatron_vocabpar.train.tables import (
+    Difference,
+    as_text,
+    difference_table,
+    differences,
+    headline,
+    loss_curve,
+    reference_method,
+    summarize,
+    summary_table,
+)
 from tests.train.fake_results import records, write_results
 
 
