@@ -66,10 +66,9 @@ def doctor_command(gpu: bool, megatron: Path | None, output_format: str, time_li
 
 
 def _check_gpus(output_format: str, time_limits: float) -> None:
+    from megatron_vocabpar.doctor.check_runs import print_table, run_all
     from megatron_vocabpar.doctor.checks import checks
-    from megatron_vocabpar.doctor.runner import run_all
-    from megatron_vocabpar.doctor.surroundings import count_gpus
-    from megatron_vocabpar.doctor.table import print_table
+    from megatron_vocabpar.doctor.environment import count_gpus
 
     gpus = count_gpus()
     results = []

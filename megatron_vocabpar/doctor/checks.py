@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_vocabpar.doctor import communicators, kernels, surroundings, training
-from megatron_vocabpar.doctor.result import Check, Finding
+from megatron_vocabpar.doctor import communicators, environment, kernels, training
+from megatron_vocabpar.doctor.check_runs import Check, Finding
 from megatron_vocabpar.schedule.words.methods import BASELINE, DEFAULT, METHODS
 
 MOST_PROCESSES, MOST_STAGES = 8, 4
@@ -25,7 +25,7 @@ def checks(
         folder: for the results of trainings.
         sizes: arguments of some functions, by name, in place of their own; empty but in tests.
     """
-    rows = [Check("environment variables", surroundings.variables, {}, 120)]
+    rows = [Check("environment variables", environment.variables, {}, 120)]
 
     def add(
         name: str,
@@ -38,9 +38,9 @@ def checks(
         values = {"device": device, **arguments, **sizes.get(function.__name__, {})}
         rows.append(Check(name, function, values, timeout_s, ranks, after))
 
-    add("versions", surroundings.versions, 120)
-    add("GPUs", surroundings.gpus, 120)
-    add("row kernels in use", surroundings.row_kernels, 120)
+    add("versions", environment.versions, 120)
+    add("GPUs", environment.gpus, 120)
+    add("row kernels in use", environment.row_kernels, 120)
     for kernel in (kernels.exponentials, kernels.scale_rows, kernels.scatter_add_rows, kernels.gradients):
         for dtype in DTYPES:
             add(f"kernel {kernel.__name__}, {dtype}", kernel, 180, dtype=dtype)

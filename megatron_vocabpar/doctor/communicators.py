@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar.doctor.result import Finding
+from megatron_vocabpar.doctor.check_runs import Finding
 from megatron_vocabpar.runtime.comm import (
     PointToPoint,
     VocabGroups,

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.doctor.result import Finding, within
+from megatron_vocabpar.doctor.check_runs import Finding, within
 from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import RowKernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron_vocabpar.doctor.result import Finding, within
+from megatron_vocabpar.doctor.check_runs import Finding, within
 from megatron_vocabpar.schedule.words.methods import BASELINE
 from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig

@@ -12,9 +12,9 @@ import torch
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.doctor import checks, runner, surroundings
-from megatron_vocabpar.doctor.result import Check, Finding
-from megatron_vocabpar.doctor.surroundings import why_no_gpu
+from megatron_vocabpar.doctor import check_runs, checks, environment
+from megatron_vocabpar.doctor.check_runs import Check, Finding
+from megatron_vocabpar.doctor.environment import why_no_gpu
 from megatron_vocabpar.runtime.processes import ProcessFailed
 from tests.doctor import fake_checks
 
@@ -34,8 +34,8 @@ def in_this_process(function: Callable[[], Finding], timeout_s: float, **_: obje
 
 
 def doctor(monkeypatch: pytest.MonkeyPatch, every: list[Check], *options: str):
-    monkeypatch.setattr(runner, "run_processes", in_this_process)
-    monkeypatch.setattr(surroundings, "count_gpus", lambda: 2)
+    monkeypatch.setattr(check_runs, "run_processes", in_this_process)
+    monkeypatch.setattr(environment, "count_gpus", lambda: 2)
     monkeypatch.setattr(checks, "checks", lambda *_: every)
     return CliRunner().invoke(main, ["doctor", "--gpu", *options])
 

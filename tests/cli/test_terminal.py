@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.doctor.result import Result
-from megatron_vocabpar.doctor.table import print_table
+from megatron_vocabpar.doctor.check_runs import Result, print_table
 from megatron_vocabpar.plan.answer import PlanAnswer, answer_for_gpus, cells, print_answer
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vocabpar.doctor.check_runs import run_all
 from megatron_vocabpar.doctor.checks import checks
-from megatron_vocabpar.doctor.runner import run_all
 from tests.support.tiny_checks import TINY
 
 

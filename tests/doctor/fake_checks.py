@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from megatron_vocabpar.doctor.result import Finding
+from megatron_vocabpar.doctor.check_runs import Finding
 
 
 def fine(figure: str) -> Finding:

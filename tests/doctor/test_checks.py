@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_vocabpar.doctor import communicators, kernels, surroundings, training
+from megatron_vocabpar.doctor import communicators, environment, kernels, training
+from megatron_vocabpar.doctor.check_runs import Check, run, run_all
 from megatron_vocabpar.doctor.checks import DTYPES, checks
-from megatron_vocabpar.doctor.result import Check
-from megatron_vocabpar.doctor.runner import run, run_all
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.runtime.comm import create_groups
@@ -216,15 +215,15 @@ def test_training(pp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_variables_that_matter_are_shown() -> None:
-    assert surroundings.variables({"HOME": "/"}).figure == "none is set"
-    finding = surroundings.variables({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "0"})
+    assert environment.variables({"HOME": "/"}).figure == "none is set"
+    finding = environment.variables({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "0"})
     assert finding.outcome == "failed"
     assert finding.figure == "CUDA_LAUNCH_BLOCKING=1, TORCH_NCCL_BLOCKING_WAIT=0"
-    assert "share one queue" in surroundings.variables({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).figure
+    assert "share one queue" in environment.variables({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).figure
 
 
 def test_versions_name_what_is_installed_and_what_is_not() -> None:
-    figure = surroundings.versions("cpu").figure
+    figure = environment.versions("cpu").figure
     assert f"torch {torch.__version__}" in figure
     assert "megatron-core 0." in figure.partition("; not installed:")[0]
     assert "fused_weight_gradient_mlp_cuda" in figure.partition("; not installed:")[2]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.doctor.result import Check, Finding
-from megatron_vocabpar.doctor.runner import run_all
+from megatron_vocabpar.doctor.check_runs import Check, Finding, run_all
 from tests.doctor import fake_checks
 
 
