@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from megatron_vocabpar.doctor.check_runs import Finding, within
@@ -57,9 +56,6 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
 
     run_job(config, print, environment={})
     curve = losses(method)
-    finite = [step for step, loss in curve.items() if math.isfinite(loss)]
-    if finite != list(range(1, _STEPS + 1)):
-        return Finding("failed", reason=f"the steps {finite} of {_STEPS} have a finite loss")
     if method == BASELINE:
         return Finding("ok", f"{pp} stages, {dtype}: loss {curve[1]:.4f} to {curve[_STEPS]:.4f}")
     (difference,) = differences({method: curve, BASELINE: losses(BASELINE)}, BASELINE)

@@ -9,7 +9,6 @@ gets a plain line every few seconds. Next: ``report.py``, which reads the file.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ from megatron_vocabpar.train.config import TrainConfig
 
 PLAIN_INTERVAL_S = 5.0
 _STEPS_AVERAGED = 20
-_NUMBERS = ("loss", "tokens_per_s", "iteration_ms")
 
 
 class Metrics(ExitStack):
@@ -89,33 +87,16 @@ class Metrics(ExitStack):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``; none if there is no file.
-
-    Lines that lack a number, or are cut short as the last may be, are left out. null becomes NaN.
-    """
+    """The lines of a ``metrics.jsonl``, but for one that a killed run has cut short; none without a file."""
     records = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                record = {name: math.nan if v is None else v for name, v in record.items()}
-                records += [record] if _is_whole(record) else []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
     return records
 
 
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    peaks = record.get("peak_memory_mib")
-    values = [record.get(name) for name in _NUMBERS] + (peaks if isinstance(peaks, list) else [None])
-    return all(isinstance(value, int | float) for value in values)
-
-
-def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with None for NaN and infinity, which JSON lacks."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-
-
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(without_nan(record), allow_nan=False) + "\n"
+    return json.dumps(record) + "\n"
 
 
 def progress_text(record: Mapping[str, Any], steps: int, seconds_left: float) -> str:

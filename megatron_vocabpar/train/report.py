@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,12 +28,13 @@ from megatron_vocabpar.schedule.draw import (
 from megatron_vocabpar.schedule.draw.markup import Html, element, headings, page, quiet
 from megatron_vocabpar.schedule.draw.markup import table as shown_table
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.serialize import from_json, plan_from_json
+from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.words.methods import METHODS, Method
+from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.config import TrainConfig, command_line
-from megatron_vocabpar.train.metrics import read_metrics, without_nan
+from megatron_vocabpar.train.metrics import read_metrics
 from megatron_vocabpar.train.pictures import plot_losses, plot_memory
 from megatron_vocabpar.train.schedules import describe
 from megatron_vocabpar.train.tables import (
@@ -94,12 +95,15 @@ def write_report(folder: Path) -> str:
     if not metrics:
         raise ValueError(f"{folder} holds no metrics of {', '.join(config.methods)}; train first")
     reference = reference_method(list(metrics))
-    charts = _planned([folder / name for name in metrics])
+    plans = {
+        name: plan_from_json((folder / name / output.SCHEDULE_DATA_FILE).read_text()) for name in metrics
+    }
+    charts = {name: planned_chart(simulate(plan)) for name, plan in plans.items()}
     summaries = [
         replace(
             summarize(name, records),
-            idle_planned=charts[name].idle if name in charts else None,
-            idle_measured=_measured_idle(folder / name),
+            idle_planned=charts[name].idle,
+            idle_measured=_measured_idle(folder / name, plans[name].schedule),
         )
         for name, records in metrics.items()
     ]
@@ -115,33 +119,19 @@ def write_report(folder: Path) -> str:
     if distances:
         _write_json(folder / "comparison.json", distances)
         tables.append(difference_table(distances))
-    path = folder / "index.html"
-    path.write_text(page(headline(summaries, distances), _report(folder, config, tables)), encoding="utf-8")
+    path, report = folder / "index.html", _report(folder, config, tables, plans)
+    path.write_text(page(headline(summaries, distances), report), encoding="utf-8")
     return "\n".join([*map(as_text, tables), f"results: {path.absolute()}"])
 
 
 def _write_json(path: Path, rows: Sequence[Any]) -> None:
-    path.write_text(json.dumps([without_nan(asdict(row)) for row in rows], indent=2) + "\n")
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
-def _read_plan(folder: Path) -> Plan | None:
-    """The plan in a method's folder; None if none can be read."""
-    with suppress(OSError, ValueError):
-        return plan_from_json((folder / output.SCHEDULE_DATA_FILE).read_text(encoding="utf-8"))
-    return None
-
-
-def _planned(folders: Sequence[Path]) -> dict[str, Chart]:
-    """By method, the chart of its plan, where there is one."""
-    plans = ((folder.name, _read_plan(folder)) for folder in folders)
-    return {name: planned_chart(simulate(plan)) for name, plan in plans if plan is not None}
-
-
-def _measured_idle(folder: Path) -> float | None:
-    """The ranks' mean idle share of the measured step; None where nothing was measured."""
-    plan = _read_plan(folder)
+def _measured_idle(folder: Path, schedule: Schedule) -> float | None:
+    """The ranks' mean idle share of the last step; None where it was not measured."""
     with suppress(ValueError):
-        return read_timeline(folder / pictures.TIMELINE_FILE, plan.schedule).idle if plan else None
+        return read_timeline(folder / pictures.TIMELINE_FILE, schedule).idle
     return None
 
 
@@ -153,7 +143,9 @@ def _write_schedules(folder: Path, charts: Sequence[Chart]) -> None:
     (folder / output.SCHEDULES_PAGE_FILE).write_text(html, encoding="utf-8")
 
 
-def _report(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> Iterator[Html]:
+def _report(
+    folder: Path, config: TrainConfig, tables: Sequence[TextTable], plans: Mapping[str, Plan]
+) -> Iterator[Html]:
     yield element("p", _job(config))
     yield _picture(folder / "loss.png", _LOSSES)
     for table in tables:
@@ -166,13 +158,12 @@ def _report(folder: Path, config: TrainConfig, tables: Sequence[TextTable]) -> I
         yield _picture(folder / output.SCHEDULES_PICTURE_FILE, _SCHEDULES)
         more = " shows them to zoom into, with memory and what each pass waited for."
         yield element("p", _link(output.SCHEDULES_PAGE_FILE), more)
-    if emulation := _read_emulation(folder):
-        yield from _table(emulation_table(emulation))
+    if (folder / output.EMULATION_FILE).is_file():
+        yield from _table(emulation_table(json.loads((folder / output.EMULATION_FILE).read_text())))
         yield _picture(folder / output.EMULATION_PICTURE_FILE, _ITERATION)
         yield quiet(_EMULATED)
-    for name in config.methods:
-        if (folder / name).is_dir():
-            yield from _method(METHODS[name], folder / name, config.family)
+    for name, plan in plans.items():
+        yield from _method(METHODS[name], folder / name, describe(plan.schedule, config.family))
     yield element("h2", "Again, or further")
     yield element("p", "This job was")
     yield element("pre", shlex.join(command_line(config)))
@@ -191,12 +182,11 @@ def _job(config: TrainConfig) -> str:
     )
 
 
-def _method(method: Method, folder: Path, family: str) -> Iterator[Html]:
+def _method(method: Method, folder: Path, schedule: str) -> Iterator[Html]:
     files = {path.name: path for path in folder.iterdir()}
     yield element("h2", method.name)
     yield element("p", method.summary)
-    if data := files.get(output.SCHEDULE_DATA_FILE):
-        yield element("p", f"Schedule: {_described(data, family)}.")
+    yield element("p", f"Schedule: {schedule}.")
     if picture := files.get(pictures.SCHEDULE_FILE):
         yield _picture(picture, f"{_SCHEDULE}{_PARTITIONED if method.vocabulary_parallel else ''}.")
     if picture := files.get(pictures.TIMELINE_PICTURE_FILE):
@@ -211,13 +201,6 @@ def _method(method: Method, folder: Path, family: str) -> Iterator[Html]:
             element("code", f"{method.name}/{pictures.TIMELINE_FILE}"),
             " onto the page: one row a rank, passes and barriers by name. The file stays on your machine.",
         )
-
-
-def _described(data: Path, family: str) -> str:
-    try:
-        return describe(from_json(data.read_text()), family)
-    except ValueError as error:
-        raise ValueError(f"{data} holds no schedule ({error}); remove it, or resume the job") from error
 
 
 def _table(table: TextTable) -> Iterator[Html]:
@@ -243,18 +226,3 @@ def _picture(path: Path, caption: str) -> Html:
         "img", alt=caption, src=f"data:image/{kind};base64,{data}", class_="wide" if is_svg else ""
     )
     return element("figure", image, element("figcaption", caption))
-
-
-def _read_emulation(folder: Path) -> dict[str, Any] | None:
-    """The numbers of a folder's emulation, if there was one."""
-    path = folder / output.EMULATION_FILE
-    if not path.is_file():
-        return None
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        emulation_table(record)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not an emulation ({error}); remove it, or run python -m lab emulate"
-        ) from error
-    return record

@@ -8,7 +8,6 @@ Next: ``report.py``, which puts the tables together.
 from __future__ import annotations
 
 import io
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +33,10 @@ Curve = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one method's losses are from the reference's, over the ``steps`` steps that both have.
+    """How far the losses of a method are from the reference's, over the ``steps`` steps that both have.
 
     ``absolute`` is the largest difference and ``absolute_step`` its step; ``relative`` and ``relative_step``
-    are those of the difference divided by the reference's loss. Steps are compared until one of the two
-    losses is not finite, at ``not_finite_step``.
+    are those of the difference divided by the reference's loss.
     """
 
     method: str
@@ -48,7 +46,6 @@ class Difference:
     absolute_step: int
     relative: float
     relative_step: int
-    not_finite_step: int | None = None
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]], name: str = "loss") -> dict[int, float]:
@@ -68,17 +65,11 @@ def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Differe
         shared = sorted(curve.keys() & base.keys())
         if method == reference or not shared:
             continue
-        finite = [math.isfinite(curve[step]) and math.isfinite(base[step]) for step in shared]
-        steps = shared[: finite.index(False)] if False in finite else shared
-        bad = None if len(steps) == len(shared) else shared[len(steps)]
-        if not steps:
-            yield Difference(method, reference, 0, math.nan, shared[0], math.nan, shared[0], bad)
-            continue
-        absolute = {step: abs(curve[step] - base[step]) for step in steps}
-        relative = {step: absolute[step] / abs(base[step]) if base[step] else 0.0 for step in steps}
-        worst, worst_relative = max(steps, key=absolute.__getitem__), max(steps, key=relative.__getitem__)
+        absolute = {step: abs(curve[step] - base[step]) for step in shared}
+        relative = {step: absolute[step] / abs(base[step]) for step in shared}
+        worst, worst_relative = max(shared, key=absolute.__getitem__), max(shared, key=relative.__getitem__)
         largest = (absolute[worst], worst, relative[worst_relative], worst_relative)
-        yield Difference(method, reference, len(steps), *largest, bad)
+        yield Difference(method, reference, len(shared), *largest)
 
 
 class TextTable(NamedTuple):
@@ -166,10 +157,8 @@ def difference_table(differences: Sequence[Difference]) -> TextTable:
     rows = [["method", "steps compared", "absolute", "at step", "relative", "at step"]]
     for row in differences:
         absolute = [f"{row.absolute:.2e}", str(row.absolute_step)]
-        steps = str(row.steps)
-        if row.not_finite_step is not None:
-            steps += f", not finite from step {row.not_finite_step}"
-        rows.append([row.method, steps, *absolute, f"{row.relative:.2e}", str(row.relative_step)])
+        relative = [f"{row.relative:.2e}", str(row.relative_step)]
+        rows.append([row.method, str(row.steps), *absolute, *relative])
     return TextTable(f"Largest difference of the loss from {differences[0].reference}", rows)
 
 
@@ -182,8 +171,6 @@ def headline(summaries: Sequence[Summary], differences: Sequence[Difference]) ->
         return f"{first.method}: loss {first.final_loss:.4f} after {first.steps} steps, {speed}"
     reference = next(row for row in summaries if row.method == difference.reference)
     speed = f"{first.tokens_per_s / reference.tokens_per_s:.2f} times the tokens/s of {reference.method}"
-    if difference.not_finite_step is not None:
-        return f"{first.method}: {speed}; a loss is not finite from step {difference.not_finite_step}"
     return f"{first.method}: {speed}, losses within {difference.relative:.1e} of its"
 
 

@@ -183,20 +183,12 @@ def _trains(losses: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(job, "run_job", run_job)
 
 
-@pytest.mark.parametrize(
-    ("change", "steps", "reason"),
-    [
-        (1.00001, 6, ""),
-        (1.001, 6, "an error of 0.001 is above 0.0001"),
-        (1.0, 5, "the steps [1, 2, 3, 4, 5] of 6 have a finite loss"),
-        (float("nan"), 6, "the steps [1, 2, 3, 4, 5] of 6 have a finite loss"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [(1.00001, ""), (1.001, "an error of 0.001 is above 0.0001")])
 def test_losses_are_compared_with_the_baselines(
-    change: float, steps: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = [7.0, 6.9, 6.8, 6.7, 6.6, 6.5]
-    _trains({"baseline": stock, "naive": [*stock[: steps - 1], stock[steps - 1] * change]}, monkeypatch)
+    _trains({"baseline": stock, "naive": [*stock[:5], 6.5 * change]}, monkeypatch)
     where = ("fp32", 2, str(tmp_path))
     finding = training.train("cuda", "baseline", *where)
     assert (finding.outcome, finding.figure) == ("ok", "2 stages, fp32: loss 7.0000 to 6.5000")

@@ -51,12 +51,11 @@ def resume() -> Iterator[Fault]:
         ("no-object", "[]"),
         ("binary", "\0\1"),
         ("unknown", '{"x": 1}'),
-        ("types", '{"pp": "two"}'),
         ("empty", ""),
     ):
-        yield on_resume(f"resume-config-{name}", 2, r"cannot read \S+config.json|unknown field|is 'two'", after="two", prepare=writes("config.json", text))
+        yield on_resume(f"resume-config-{name}", 2, r"cannot read \S+config.json", after="two", prepare=writes("config.json", text))
         yield Fault(
-            f"resume-method-config-{name}", 2, r"cannot read \S+config.json|unknown field|is 'two'", RESUME, after="two",
+            f"resume-method-config-{name}", 2, r"cannot read \S+config.json", RESUME, after="two",
             prepare=writes("vocab-2/config.json", text)
         )
 
@@ -304,15 +303,7 @@ def line(number: int, text: bytes) -> Callable[[Place], None]:
 
 
 def metrics() -> Iterator[Fault]:
-    for name, text in (
-        ("junk", b"junk"), ("binary", b"\xff\xfe\0\x80"), ("cut", b'{"step": 2, "lo'), ("list", b"[1, 2]"),
-        ("no-step", b'{"loss": 1}'), ("text-step", b'{"step": "2", "loss": 1}'), ("no-loss", b'{"step": 2}'),
-        ("loss-of-text", b'{"step": 2, "loss": "x", "tokens_per_s": 1, "iteration_ms": 1, "peak_memory_mib": [1, 1]}'),
-        ("huge", b'{"step": 2, "loss": ' + b"9" * 5000 + b"}"), ("deep", b"[" * 100_000), ("null", b"null"),
-    ):  # fmt: skip
-        yield on_resume(f"metrics-line-{name}-resumed", 0, r"step 6/6(.*\n)*results: ", after="two", prepare=line(1, text))
-    for name, text in (("cut", '{"pp": 2'), ("list", "[]"), ("empty", ""), ("other", '{"pp": 2}'), ("deep", "[" * 100_000)):
-        yield Fault(f"report-emulation-{name}", 2, r"emulation\.json", RESUME, after="one", prepare=writes("emulation.json", text))
+    yield on_resume("metrics-line-cut-resumed", 0, r"step 6/6(.*\n)*results: ", after="two", prepare=line(1, b'{"step": 2, "lo'))
 
 
 # ---- texts

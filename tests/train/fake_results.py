@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vocabpar.schedule.draw.pictures import SCHEDULE_FILE, TIMELINE_FILE
+from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.metrics import Metrics
-from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, METRICS_FILE, read_config
+from megatron_vocabpar.train.output import CHECKPOINT_FOLDER, METRICS_FILE, SCHEDULE_DATA_FILE, read_config
 
 PICTURE = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="40">'
@@ -55,6 +57,8 @@ def write_results(config: TrainConfig) -> None:
     with Metrics(config, folder / METRICS_FILE, 0, active=True) as metrics:
         for record in records(config.steps, noise=noise, stages=config.pp):
             metrics.add(record)
+    plan = make_plan(config.method, config.pp, config.microbatches)
+    (folder / SCHEDULE_DATA_FILE).write_text(plan_to_json(plan))
     (folder / SCHEDULE_FILE).write_text(PICTURE)
     (folder / TIMELINE_FILE).write_text("[]")
     checkpoint = folder / CHECKPOINT_FOLDER / f"step_{config.steps:07d}"

@@ -140,9 +140,10 @@ def test_a_resumed_job_is_that_of_its_folder(tmp_path: Path) -> None:
     assert resumed(dataclasses.replace(asked, output=str(tmp_path / "none")), {"lr"}).hidden == 64
 
 
-def test_resume_with_a_damaged_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", '{"layers": 8, "colour": 1}'])
+def test_resume_with_a_damaged_record(tmp_path: Path, text: str) -> None:
     config = finished_job(tmp_path)
-    (Path(config.output) / "vocab-2" / "config.json").write_text("{")
+    (Path(config.output) / "vocab-2" / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
         check(dataclasses.replace(config, resume=True), {}, no_gpu)
 

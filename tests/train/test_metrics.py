@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import math
 from pathlib import Path
 
 import pytest
@@ -51,27 +49,6 @@ def test_none_is_left_out_and_a_cut_line_ignored(tmp_path: Path) -> None:
         file.write('{"step": 2, "lo')
     assert read_metrics(tmp_path / "m") == records(1)
     assert read_metrics(tmp_path / "none") == []
-
-
-def test_what_is_not_finite_is_null_and_a_broken_line_hides_no_other(tmp_path: Path) -> None:
-    first, _, third = records(3)
-    with Metrics(CONFIG, tmp_path / "m", 0, active=True, console=quiet()) as metrics:
-        metrics.add({**first, "loss": math.nan, "grad_norm": math.inf})
-    assert '"loss": null' in (tmp_path / "m").read_text()
-    with open(tmp_path / "m", "ab") as file:
-        for line in (
-            b'{"st\xffep": 2',
-            b"[]",
-            b'{"loss": 1}',
-            b"[" * 100_000,
-            b'{"step": 2}',
-            json.dumps(third).encode(),
-        ):
-            file.write(line + b"\n")
-    read = read_metrics(tmp_path / "m")
-    assert [record["step"] for record in read] == [1, 3]
-    assert math.isnan(read[0]["loss"])
-    assert read[1] == third
 
 
 def test_text_of_a_step() -> None:
