@@ -48,7 +48,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the table: the finding, its time, and for a failed check the end of what it printed."""
+    """One row of the table: the finding, its time, and for a failed check the last lines of its output."""
 
     check: str
     outcome: Outcome
@@ -66,7 +66,7 @@ def within(error: float, limit: float, figure: str) -> Finding:
 
 
 def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Result]:
-    """Run the checks one after the other; each comes after the one that it depends on."""
+    """Run the checks in order; a check that depends on another follows it."""
     outcomes: dict[str, str] = {}
     for check in checks:
         say(check.name)
@@ -80,7 +80,7 @@ def run_all(checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Res
 
 
 def run(check: Check) -> Result:
-    """Run one check; end everything that it started. Rank 0's finding counts."""
+    """Run one check in processes of its own, and return rank 0's finding with its time."""
     start = time.monotonic()
     log: tuple[str, ...] = ()
     try:
@@ -99,7 +99,7 @@ def run(check: Check) -> Result:
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """Print the number of each outcome, a row a check, and the last lines of each failed check."""
+    """Print the number of each outcome, one row per check, and the last lines of each failed check."""
     shown, counts = console(_COLUMNS), Counter(result.outcome for result in results)
     shown.print(", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES))
     rows = [["check", "result", "figure", "seconds"]]
@@ -109,5 +109,5 @@ def print_table(results: Sequence[Result]) -> None:
     shown.print(text_table(rows, rows[0][:3]))
     for result in results:
         if result.log:
-            shown.print(f"\n{result.check} printed at last:", style="bold")
+            shown.print(f"\n{result.check} printed last:", style="bold")
             shown.print("\n".join(result.log))

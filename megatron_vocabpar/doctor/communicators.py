@@ -33,18 +33,18 @@ def communicators(device: str, small_kib: int = 16, large_mib: int = 64) -> Find
 
     Args:
         small_kib: size of the all-reduce that shows latency.
-        large_mib: size of the one that shows bandwidth.
+        large_mib: size of the all-reduce that shows bandwidth.
     """
     if int(os.environ["WORLD_SIZE"]) < 2:
-        return Finding("not run", reason="it needs two GPUs, and there is one")
-    where = default_device(device, int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend(where))
+        return Finding("not run", reason="it needs two GPUs, and this machine has one")
+    own = default_device(device, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend(own))
     start = time.perf_counter()
     groups = create_groups((0, dist.get_rank(), 0), dist.get_world_size(), 1)
-    warm_up(groups, where)
+    warm_up(groups, own)
     dist.barrier()
     warm_up_s = time.perf_counter() - start
-    finding = _finding(groups, where, warm_up_s, small_kib, large_mib)
+    finding = _finding(groups, own, warm_up_s, small_kib, large_mib)
     dist.destroy_process_group()
     return finding
 
@@ -52,10 +52,10 @@ def communicators(device: str, small_kib: int = 16, large_mib: int = 64) -> Find
 def _finding(
     groups: VocabGroups, device: torch.device, warm_up_s: float, small_kib: int, large_mib: int
 ) -> Finding:
-    every: list[list[str]] = [[] for _ in groups.ranks]
-    dist.all_gather_object(every, wrong_collectives(groups, device) + wrong_links(groups, device))
+    errors: list[list[str]] = [[] for _ in groups.ranks]
+    dist.all_gather_object(errors, wrong_collectives(groups, device) + wrong_links(groups, device))
     figure = f"{len(groups.ranks)} ranks, warm-up {warm_up_s:.1f} s"
-    named = [f"rank {k}: {text}" for k, texts in enumerate(every) for text in texts]
+    named = [f"rank {k}: {text}" for k, texts in enumerate(errors) for text in texts]
     if named:
         return Finding("failed", figure, "; ".join(named[:3]))
 
@@ -102,7 +102,7 @@ def wrong_collectives(groups: VocabGroups, device: torch.device) -> list[str]:
 
 def wrong_links(groups: VocabGroups, device: torch.device) -> list[str]:
     """Wrong messages that this rank received, one text each; every link is tried in both directions."""
-    wrong = []
+    errors = []
     point_to_point = PointToPoint(groups)
     for low, high in links(groups.pipeline):
         for sender, receiver in ((low, high), (high, low)):
@@ -112,6 +112,6 @@ def wrong_links(groups: VocabGroups, device: torch.device) -> list[str]:
             elif groups.stage == receiver:
                 got = point_to_point.receive((1000,), torch.float32, device, sender).wait().cpu()
                 if not torch.equal(got, torch.arange(1000, dtype=torch.float32) + sender):
-                    wrong.append(f"the message of stage {sender} is not what it sent")
+                    errors.append(f"the message of stage {sender} has arrived with other values")
     point_to_point.drain()
-    return wrong
+    return errors

@@ -36,7 +36,7 @@ _PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA", "NVTE_", "TRITON_"
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """By name, the facts that a measurement depends on; packages that are not installed are left out."""
+    """The facts that a measurement depends on, by name; packages that are not installed are left out."""
     facts = {
         "device": platform.processor() or "CPU",
         "date": date.today().isoformat(),
@@ -75,7 +75,7 @@ def _version(package: str) -> str | None:
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version, as ``nvidia-smi`` says."""
+    """The NVIDIA driver's version from ``nvidia-smi``, or why it is unknown."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "unknown: there is no nvidia-smi"
@@ -104,7 +104,11 @@ def commit_of(checkout: Path) -> str:
 
 
 def count_gpus() -> int:
-    """GPUs that this process sees."""
+    """The number of GPUs that are visible to this process.
+
+    Raises:
+        ValueError: if there is none, with the reason and a remedy.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         return count
@@ -123,7 +127,7 @@ def why_no_gpu(torch_version: str, cuda: str | None, visible: str | None) -> str
     if cuda is None:
         return f"torch {torch_version} is built without CUDA; install a build of the same version with CUDA"
     if visible is not None:
-        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every GPU or names none; unset it"
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every GPU; unset it"
     return (
         f"torch {torch_version} for CUDA {cuda} finds no GPU; run nvidia-smi: where it fails too, the driver "
         f"(or a container's access to it) is missing, else the driver is older than CUDA {cuda} needs"
@@ -148,10 +152,10 @@ def gpus(device: str) -> Finding:
     """Names, compute capabilities and memory of the GPUs."""
     if device == "cpu":
         return Finding("not run", reason="the device is a CPU")
-    every = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+    devices = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
     kinds = Counter(
-        f"{each.name}, compute capability {each.major}.{each.minor}, {each.total_memory / 2**30:.0f} GiB"
-        for each in every
+        f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        for gpu in devices
     )
     return Finding("ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
 
@@ -168,7 +172,7 @@ def versions(device: str) -> Finding:
 
 
 def row_kernels(device: str) -> Finding:
-    """Whether the Triton kernels serve this device."""
+    """Whether the Triton kernels are used on this device."""
     reason = why_not_triton(torch.device(device), torch.float32)
     if reason is not None:
         return Finding("not run", reason=reason)

@@ -1,6 +1,6 @@
 """Checks a device's row kernels against the specification, ``layers/kernels/reference.py``, on the CPU.
 
-On a GPU they are the Triton kernels; where those cannot serve it, the checks say why and do not run.
+On a GPU they are the Triton kernels; where those cannot be used, the checks give the reason and do not run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LARGE = 2**31 + 2**24
 _SMALLEST = {torch.float32: 2.0**-100, torch.bfloat16: 2.0**-100, torch.float16: 2.0**-14}
 
 
-def serving(device: torch.device) -> RowKernels | str:
-    """The kernels that the layers would use for fp32 logits, or why the Triton kernels can't serve."""
+def kernels_in_use(device: torch.device) -> RowKernels | str:
+    """The kernels that the layers would use for fp32 logits, or why the Triton kernels cannot be used."""
     kernels = dispatch.row_kernels(device, torch.float32)
     if kernels is not dispatch.REFERENCE:
         return kernels
@@ -35,7 +35,7 @@ def serving(device: torch.device) -> RowKernels | str:
 
 
 def _check(bytes_of_element: int = 0) -> Callable[[Callable[..., float]], Callable[..., Finding]]:
-    """Turns a function that returns the largest error into a check, which needs the kernels and the memory.
+    """Turn a function that returns the largest error into a check, which needs the kernels and the memory.
 
     The check takes the names of device and dtype, and the function's sizes.
 
@@ -46,7 +46,7 @@ def _check(bytes_of_element: int = 0) -> Callable[[Callable[..., float]], Callab
     def decorate(largest_error: Callable[..., float]) -> Callable[..., Finding]:
         @wraps(largest_error)
         def check(device: str, dtype: str, **sizes: int) -> Finding:
-            where, kernels = torch.device(device), serving(torch.device(device))
+            where, kernels = torch.device(device), kernels_in_use(torch.device(device))
             if isinstance(kernels, str):
                 return Finding("not run", reason=kernels)
             needed = bytes_of_element * sizes.get("elements", LARGE)
@@ -218,13 +218,13 @@ def gradients(
     targets = ShardTargets(rows, rows.argsort(stable=True)[int((rows < 0).sum()) :])
     source, weight, x = random(n, hidden), random(n // 8, hidden).to(dtype), random(n, hidden).to(dtype)
     results = []
-    for each, where in ((dispatch.REFERENCE, torch.device("cpu")), (kernels, device)):
-        softmax = each.merge(stats.to(where))
+    for row_kernels, where in ((dispatch.REFERENCE, torch.device("cpu")), (kernels, device)):
+        softmax = row_kernels.merge(stats.to(where))
         gradient = TokenGradient(softmax, Slopes(g.to(where), lse.to(where)), stats[0].to(where))
-        there = ShardTargets(*(tensor.to(where) for tensor in targets))
+        moved = ShardTargets(*(tensor.to(where) for tensor in targets))
         grad, main_grad = source.to(where, copy=True), torch.ones(n // 8, hidden, device=where)
-        each.finish(grad, grad, weight.to(where), there, gradient)
-        scaled = each.prepare(main_grad, x.to(where), there, gradient)
+        row_kernels.finish(grad, grad, weight.to(where), moved, gradient)
+        scaled = row_kernels.prepare(main_grad, x.to(where), moved, gradient)
         results.append((grad, main_grad, scaled))
     (grad, main_grad, scaled), (got_grad, got_main_grad, got_scaled) = results
     return _largest(

@@ -1,6 +1,6 @@
-"""All checks on a ``TrainConfig`` that need no process, in one place.
+"""The checks on a ``TrainConfig`` that need no process.
 
-Each failure is one ``ValueError`` that names the flag, its value and the remedy. The checks write nothing: a
+A failure is one ``ValueError`` that names the flag, its value and the remedy. The checks write nothing: a
 refused job leaves the results folder as it was. Next: ``output.py`` (the results folder), then ``job.py``.
 """
 
@@ -25,7 +25,7 @@ SMALLEST_TOKENIZER = 257  # the 256 bytes and the end of text
 
 
 def count_gpus() -> int:
-    """CUDA devices that this process sees."""
+    """The number of CUDA devices that are visible to this process."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

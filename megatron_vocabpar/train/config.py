@@ -1,7 +1,7 @@
 """``TrainConfig``: all options of one training job in one frozen record.
 
-A field is an option: its flag, help, default and limits stand here and nowhere
-else. Ranks read the record as JSON.
+A field is an option, and its flag, help, default and limits are defined here alone. Ranks read the record
+as JSON.
 
 Next: ``check.py`` (rules between the fields), then ``job.py`` (what a job does).
 """
@@ -43,8 +43,8 @@ class TrainConfig:
 
     family: str = option(
         "1f1b",
-        "What the vocabulary passes are woven into, for every method of the job; search: the fastest found "
-        "in all families, which takes some seconds.",
+        "The schedule into which the vocabulary passes are inserted, for every method of the job; search: "
+        "the fastest of all families, which takes some seconds.",
         section="Schedule",
         choices=(*families(), SEARCH),
     )
@@ -55,8 +55,8 @@ class TrainConfig:
     )
     max_activations: float | None = option(
         None,
-        "Most microbatches whose activations a rank may hold, at least 1 (default: what the family needs; "
-        "search: what 1f1b needs).",
+        "Most microbatches whose activations a rank may hold, at least 1 (default: the family's own number; "
+        "search: that of 1f1b).",
         least=1,
     )
     costs: str | None = option(
@@ -71,9 +71,9 @@ class TrainConfig:
     sequence_parallel: bool = option(True, "Sequence parallelism where --tp is above 1.")
     distributed_optimizer: bool = option(False, "Shard the optimizer state over the replicas.")
     overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward runs.")
-    device: str = option("auto", "auto: a GPU a process, or the CPU.", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto: one GPU per process, or the CPU.", choices=("auto", "cpu", "cuda"))
     share_gpus: bool = option(
-        False, "With --device cuda: several processes on a GPU, where there are fewer; they take turns."
+        False, "With --device cuda: let several processes take turns on a GPU where there are fewer GPUs."
     )
 
     layers: int = option(8, "Transformer layers.", section="Model", least=1)
@@ -162,7 +162,7 @@ def flag(name: str) -> str:
 
 
 def off_flag(name: str) -> str:
-    """The flag that unsets a field, such as ``--no-save``."""
+    """The flag that sets a field to False, such as ``--no-save``."""
     return "--untied" if name == "tied" else flag(f"no_{name}")
 
 
@@ -172,7 +172,7 @@ def written(value: Any) -> str:
 
 
 def command_line(config: TrainConfig) -> list[str]:
-    """The command that asks for ``config``: what differs from the defaults, without resume and overwrite."""
+    """The command line of ``config``: the options that are not defaults, without resume and overwrite."""
     words = ["vocabpar", "train"]
     for name in asked_for(config, options_of(config)):
         value = getattr(config, name)

@@ -1,8 +1,8 @@
 """megatron-core on a machine without a GPU.
 
-megatron-core would train on the CPU, but for a few names and literals that mean "the current CUDA device".
-Inside its context ``megatron_on_cpu`` replaces those names, all in one table, and reads the literals as the
-CPU. On a GPU ``megatron_on`` replaces the norm alone, which otherwise needs apex.
+megatron-core would train on the CPU, except for nine names and the literals that mean "the current CUDA
+device". Inside its context ``megatron_on_cpu`` replaces those names, all in one table, and reads the literals
+as the CPU. On a GPU ``megatron_on`` replaces the norm alone, which otherwise needs apex.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _replaced(entries: Sequence[_Replacement]) -> Iterator[None]:
 
 
 def megatron_on(device: torch.device) -> AbstractContextManager[None]:
-    """What our own jobs need to build and run megatron-core's models on ``device``."""
+    """A context in which megatron-core builds and runs its models on ``device``."""
     return megatron_on_cpu() if device.type == "cpu" else _replaced([_NORM])
 
 

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-_PREPARATION = timedelta(hours=2)  # of rank 0, for which the others wait under torchrun
+_PREPARATION = timedelta(hours=2)  # under torchrun all ranks wait for that of rank 0
 _JOBS = "vocabpar/jobs"
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # a checkpoint can name no function to be called
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # a pickled checkpoint may not call functions
 }
 
 
 def run_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.environ) -> None:
-    """Run a job: start its processes on this machine, or be one of them under torchrun.
+    """Run a job: start its ranks as processes of this machine, or run as a rank that torchrun has started.
 
     Raises:
         ValueError: for a job that cannot run; nothing has been written.
@@ -87,7 +87,7 @@ def _run_rank(config: TrainConfig, say: Say) -> None:
 
     from megatron_vocabpar.runtime.streams import backend, default_device
 
-    follow_parent()  # torchrun, which ends its ranks by itself unless it is killed
+    follow_parent()  # torchrun ends its ranks itself, unless it is killed
     store, rank, size = next(rendezvous("env://"))
     if rank == 0:
         store.set(_JOBS, "\n".join(map(str, open_job(config, say))))
@@ -110,7 +110,7 @@ def open_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.
     """Check a job, make its schedules, prepare its data, and open its folder.
 
     Returns:
-        The folder of each method that is still to be trained, with all that its ranks read.
+        The folder of each method that is still to be trained, with the files that its ranks read.
     """
     check(config, environment)
     config = dataclasses.replace(config, device=resolve_device(config, environment))
@@ -137,6 +137,6 @@ def open_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
-    """Write what the ranks of one method read, the data and the plan, into the method's folder."""
+    """Write the record of the data and the plan into a method's folder, where its ranks read them."""
     (folder / output.DATA_FILE).write_text(files.to_json())
     (folder / output.SCHEDULE_DATA_FILE).write_text(plan_to_json(plan) + "\n")

@@ -43,7 +43,7 @@ def _answer(value: Any = None) -> Callable[..., Any]:
 
 
 class _Stream:
-    """A stream on which everything has happened already."""
+    """A stream whose work is always complete."""
 
     cuda_stream = 0
     device = _CPU
@@ -68,7 +68,7 @@ _PROPERTIES = types.SimpleNamespace(
 def _cuda_names() -> dict[str, Any]:
     nothing = "init _lazy_init set_device empty_cache ipc_collect reset_peak_memory_stats set_stream"
     return {
-        # A function for each: torch._dynamo has a rule for every name, and wants none twice.
+        # Distinct functions: torch._dynamo keeps a rule per function, and refuses one under two names.
         **{name: _answer() for name in nothing.split()},
         **{name: _answer(True) for name in ("is_available", "is_initialized")},
         **{name: _answer(0) for name in ("memory_allocated", "memory_reserved", "device_memory_used")},
@@ -126,7 +126,7 @@ def skip_compilation() -> None:
 
 
 def make_up_fewer_documents() -> None:
-    """Mock data has 100,000 documents: each rank would shuffle millions of samples and use a few hundred."""
+    """Shrink Megatron's mock data of 100,000 documents: every rank would shuffle millions of samples."""
     importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset.size = 1000
 
 
@@ -185,7 +185,7 @@ def stand_in_for_tensorboard() -> None:
 
 
 def stand_in() -> None:
-    """Replace all that must be replaced before Megatron is imported; a second call changes nothing."""
+    """Replace the names that must be replaced before Megatron is imported; a second call changes nothing."""
     if torch.cuda.Stream is not _Stream:
         stand_in_for_cuda()
         stand_in_for_tensorboard()

@@ -1,4 +1,4 @@
-"""The results folder: its layout, and whether a job may use it, go on in it, or replace it.
+"""The results folder: its layout, and whether a job may use it, resume from it, or replace it.
 
     <output>/config.json                the whole job
     <output>/index.html loss.png …      the report over all methods
@@ -34,7 +34,7 @@ REPORT_FILES = (
     SCHEDULES_PICTURE_FILE, SCHEDULES_PAGE_FILE, MEMORY_PICTURE_FILE,
 )  # fmt: skip
 
-# A checkpoint of a model with another value in one of these fields is another model, or reads other tokens.
+# With another value in any of these fields a checkpoint is of another model, or was trained on other tokens.
 MODEL_FIELDS = (
     "layers", "hidden", "heads", "ffn_hidden", "seq_length", "vocab_size", "tied", "position",
     "tokenizer", "tokenizer_size", "text",
@@ -100,7 +100,7 @@ def resumed(config: TrainConfig, named: Collection[str]) -> TrainConfig:
     """
     folder = Path(config.output)
     if not (folder / CONFIG_FILE).exists():
-        return config  # check_output says what is wrong
+        return config  # check_output refuses it
     saved = read_config(folder)
     added = config.methods if {"method", "compare"} & set(named) else ()
     method, *compare = dict.fromkeys((*saved.methods, *added))
@@ -120,15 +120,15 @@ def _check_resume(config: TrainConfig, folder: Path) -> None:
     for name in resumable:
         saved, differing = read_config(folder / name), []
         for model_field in MODEL_FIELDS:
-            before, now = (_shown(getattr(each, model_field)) for each in (saved, config))
+            before, now = _shown(getattr(saved, model_field)), _shown(getattr(config, model_field))
             if before != now:
                 shown = flag(_FLAG_OF.get(model_field, model_field))
                 differing.append(f"{shown} {before} (this job: {now})")
         conflicts += [f"the model in {folder / name} has {', '.join(differing)}"] if differing else []
     if conflicts:
         raise ValueError(
-            f"--resume: {'; '.join(conflicts)}; leave those flags out, as the folder knows them, or give "
-            "another --output"
+            f"--resume: {'; '.join(conflicts)}; leave those flags out, since the folder has their values, or "
+            "give another --output"
         )
     if all(finished(config, name) for name in config.methods):
         done = min(steps_done(folder / name) for name in config.methods)

@@ -60,7 +60,7 @@ class DataFiles:
 
 @contextlib.contextmanager
 def quiet_megatron() -> Iterator[None]:
-    """Silence megatron-core's warnings: missing parts for GPUs, its own old names."""
+    """Silence megatron-core's warnings that a user cannot act on: missing GPU parts, deprecated names."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core")
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
@@ -69,7 +69,11 @@ def quiet_megatron() -> Iterator[None]:
 
 @quiet_megatron()
 def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> DataFiles:
-    """The data of a job: from the cache, or made now."""
+    """Return the data of a job, from the cache if it has been prepared before.
+
+    Raises:
+        ValueError: for a text that is too short for the job, or a vocabulary that is too small for its ids.
+    """
     text = config.text
     if text is not None and is_indexed_dataset(text):
         files = _data_files(text, text, cache_folder() / "indices" / _hash(text.encode()))
@@ -213,7 +217,7 @@ def compile_helpers() -> None:
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """``$VOCABPAR_CACHE``, else ``vocabpar`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
 
-    A user who cannot write there, such as a service without a home, gets a folder among temporary files.
+    Where that is not writable, as for a service account without a home, it is a folder among temporary files.
     """
     if chosen := environment.get("VOCABPAR_CACHE"):
         return Path(chosen).expanduser().absolute()

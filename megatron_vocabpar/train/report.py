@@ -51,34 +51,35 @@ from megatron_vocabpar.train.tables import (
 )
 
 _ON_CPU = (
-    "On the CPU these are figures of whole processes: what a rank holds beside its model (Python, buffers of "
-    "gloo, memory that the allocator keeps) differs little from stage to stage. How the vocabulary layers "
-    "are spread shows in the differences; a GPU needs other amounts, and speed here says nothing of it."
+    "On the CPU these are figures of whole processes: the memory beside the model (Python, gloo's buffers, "
+    "memory that the allocator keeps) differs little from stage to stage. The differences between stages "
+    "show how the vocabulary layers are spread. A GPU needs other amounts, and its speed cannot be told from "
+    "that of a CPU."
 )
 _LOSSES = "Loss per token of each training step; circles are evaluations."
 _MEMORY = (
-    "Memory: the largest peak of each stage's ranks in any step, less what they held before the model was "
-    "built."
+    "Memory: the largest peak of each stage's ranks in any step, less the memory that they held before the "
+    "model was built."
 )
 _SCHEDULES = (
-    "One step of each method as planned, with assumed times, on one time axis: a row a rank, the number is "
-    "the microbatch. The shorter one is the faster, if passes take such times."
+    "One step of each method as planned, with assumed times, on one time axis: one row per rank, the number "
+    "is the microbatch. The shorter schedule is the faster, if passes take such times."
 )
-_ONE_AXIS = "With the times that they were planned for, on one time axis: a row a rank, time to the right."
+_ONE_AXIS = "With the times of their plans, on one time axis: one row per rank, time to the right."
 _EMULATED = (
-    "Emulated means: this machine ran the schedules in real time, on a process a rank, with the executor, "
-    "the sends and the collectives of a training; in place of each pass a process slept as long as the pass "
-    "takes. It shows what the schedules are worth on hardware with such times, not how fast this machine is."
+    "Emulated means: this machine ran the schedules in real time, with one process per rank and with the "
+    "executor, the sends and the collectives of a training; in place of each pass a process slept as long as "
+    "the pass takes. It compares the schedules on hardware with such times; it does not measure this machine."
 )
-_ITERATION = "An iteration of each schedule, emulated: what an empty one takes is subtracted."
+_ITERATION = "An iteration of each schedule, emulated, less the time of an iteration with empty passes."
 _SCHEDULE = (
-    "The schedule of one step, with assumed times: a row a rank, time to the right; the number is the "
+    "The schedule of one step, with assumed times: one row per rank, time to the right; the number is the "
     "microbatch. F and B are the forward and backward of a stage's layers"
 )
 _PARTITIONED = ", S and T the output layer on this rank's shard of the vocabulary"
 _FILES = {
     output.METRICS_FILE: "loss, gradient norm, speed and memory of every step, one line of JSON each",
-    pictures.TIMELINE_PAGE_FILE: "plan and measurement to zoom into; hover over a pass to see what it is",
+    pictures.TIMELINE_PAGE_FILE: "plan and measurement to zoom into; hover over a pass to read its name",
     pictures.SCHEDULE_FILE: "the schedule as a picture",
     output.SCHEDULE_DATA_FILE: "the schedule as data, for vocabpar simulate",
     pictures.TIMELINE_FILE: "what each rank did in the last step, measured, for a trace viewer",
@@ -90,8 +91,8 @@ _PERFETTO = "https://ui.perfetto.dev"
 def write_report(folder: Path) -> str:
     """Write the report of a results folder; returns what to show on the terminal."""
     config = output.read_config(folder)
-    every = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
-    metrics = {name: records for name, records in every.items() if records}
+    lines = {name: read_metrics(folder / name / output.METRICS_FILE) for name in config.methods}
+    metrics = {name: records for name, records in lines.items() if records}
     if not metrics:
         raise ValueError(f"{folder} holds no metrics of {', '.join(config.methods)}; train first")
     reference = reference_method(list(metrics))
@@ -178,7 +179,7 @@ def _job(config: TrainConfig) -> str:
         f"({'tied' if config.tied else 'untied'}, {config.position} positions, {config.dtype}), over "
         f"{config.pp} pipeline stages × {config.tp} tensor-parallel × {config.dp} data-parallel ranks on "
         f"{config.device}; {config.microbatches} microbatches of {config.micro_batch_size} × "
-        f"{config.seq_length} tokens a step and replica."
+        f"{config.seq_length} tokens per step and replica."
     )
 
 
@@ -199,7 +200,7 @@ def _method(method: Method, folder: Path, schedule: str) -> Iterator[Html]:
             *("To see the timeline, open ", element("a", "ui.perfetto.dev", href=_PERFETTO), " (or "),
             *(element("code", "chrome://tracing"), ") and drop "),
             element("code", f"{method.name}/{pictures.TIMELINE_FILE}"),
-            " onto the page: one row a rank, passes and barriers by name. The file stays on your machine.",
+            " onto the page: one row per rank, passes and barriers by name. The file stays on your machine.",
         )
 
 

@@ -1,7 +1,7 @@
-"""The schedule of each method of a job: the families that its model can be trained in, and the one to use.
+"""The schedule of each method of a job: the families in which its model can be trained, and the choice.
 
-It is made once, before any process starts. Every rank reads the same ``schedule.json``, from which its model
-chunks follow. Next: ``schedule/make/generate.py``; ``job.py``, which passes it on.
+A schedule is made once, before any process starts. Every rank reads the same ``schedule.json``, from which
+its model chunks follow. Next: ``schedule/make/generate.py``; ``job.py``, which writes it for the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train.config import TrainConfig
 
 
-def misfit(config: TrainConfig, method: str, family: Family) -> str | None:
+def why_not_trainable(config: TrainConfig, method: str, family: Family) -> str | None:
     """Why ``method`` cannot train this job's model in ``family``, and the remedy; None if it can."""
     chunks = config.chunks or family.chunks
     if chunks == 1:
@@ -65,18 +65,18 @@ def plan_method(config: TrainConfig, method: str) -> Plan:
 def fitting_families(config: TrainConfig, method: str) -> list[Family]:
     """The families that ``--family`` and ``--chunks`` allow and in which ``method`` can train."""
     named = [family for name, family in families().items() if config.family in (name, SEARCH)]
-    open_ = [family for family in named if family.allows(config.chunks)]
-    if not open_:
+    allowed = [family for family in named if family.allows(config.chunks)]
+    if not allowed:
         family = families()[config.family]
         least = "" if family.fixed_chunks else "at least "
         raise ValueError(
             f"--chunks {config.chunks}: {family.name} has {least}{family.chunks} on each rank; "
             f"give --chunks {family.chunks}, or leave it out"
         )
-    reasons = [misfit(config, method, family) for family in open_]
+    reasons = [why_not_trainable(config, method, family) for family in allowed]
     if all(reasons):
         raise ValueError(f"--family {config.family}, method {method}: {reasons[0]}")
-    return [family for family, reason in zip(open_, reasons, strict=True) if reason is None]
+    return [family for family, reason in zip(allowed, reasons, strict=True) if reason is None]
 
 
 def describe(schedule: Schedule, family: str) -> str:

@@ -104,7 +104,7 @@ def _layout(layers: tuple[int, ...]) -> list[list[str]] | None:
 def build_chunks(
     config: TrainConfig, placement: Placement, device: torch.device
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks on ``device`` with the weights of ``config.seed``, each inside Megatron's DDP."""
+    """Build this rank's chunks on ``device``, each in Megatron's DDP, with the weights of ``config.seed``."""
     transformer = transformer_config(config, placement)
     transformer.finalize_model_grads_func = finalize_model_grads
     ddp_config = DistributedDataParallelConfig(
@@ -186,8 +186,8 @@ def _sharded(state: TrainState, is_loading: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _one_cause() -> Iterator[None]:
-    """Raise the error of the first rank that failed; torch's exception holds all of them, with tracebacks."""
+def _first_cause() -> Iterator[None]:
+    """Raise the error of the first rank that failed; torch's exception holds the errors of all ranks."""
     try:
         yield
     except CheckpointException as error:
@@ -198,7 +198,7 @@ def _one_cause() -> Iterator[None]:
 def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     """Write weights, optimizer state and the number of steps done; all ranks call it.
 
-    It is written into another folder, which is renamed to ``folder`` when it is complete.
+    The files are written into another folder, which is renamed to ``folder`` when it is complete.
     """
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
@@ -207,11 +207,11 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
     dist.barrier()
     saved = _sharded(state, is_loading=False)
     saved |= {"scheduler": state.scheduler.state_dict(), "step": step}
-    with _one_cause():
+    with _first_cause():
         dist_checkpointing.save(saved, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a step that a run resumed before had reached
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that had reached this step before a resume
         partial.rename(folder)
     dist.barrier()
 
@@ -219,11 +219,12 @@ def save_checkpoint(folder: Path, state: TrainState, step: int) -> None:
 def load_checkpoint(folder: Path, state: TrainState) -> int:
     """Load a checkpoint, on any partition; all ranks call it. Returns the number of steps done."""
     try:
-        with _one_cause():
+        with _first_cause():
             loaded = dist_checkpointing.load(_sharded(state, is_loading=True), str(folder))
     except Exception as error:
         raise ValueError(
-            f"cannot load {folder} ({type(error).__name__}: {error}); remove it to resume from the one before"
+            f"cannot load {folder} ({type(error).__name__}: {error}); "
+            "remove it to resume from the checkpoint before it"
         ) from error
     for i, chunk in enumerate(state.chunks):
         unwrap_model(chunk).load_state_dict(loaded[f"model{i}"], strict=True)

@@ -1,7 +1,7 @@
 """The numbers of a report and their tables, for the terminal and for the page.
 
-A job's summary has a row a method. Differences say how far the loss curves of several methods are from that
-of one of them, as in the paper's Figure 17: methods that compute the same differ by rounding alone.
+A job's summary has one row per method. Differences measure how far the loss curves of several methods are
+from a reference method's, as in the paper's Figure 17: methods that compute the same differ by rounding.
 Next: ``report.py``, which puts the tables together.
 """
 
@@ -19,9 +19,9 @@ from megatron_vocabpar.train.metrics import memory_text
 
 _WIDTH = 110
 _NOTE = (
-    "Speeds and times are medians over the steps. Memory is the largest peak of each stage's ranks above "
-    "what they held before the model was built. Idle time is the ranks' mean share of a step: as planned / "
-    "as measured in the last."
+    "Speeds and times are medians over the steps. Memory is the largest peak of each stage's ranks, less the "
+    "memory that they held before the model was built. Idle time is the ranks' mean share of a step: as "
+    "planned / as measured in the last step."
 )
 _EMULATED = (
     "schedule", "predicted ms", "ran, ms", "empty passes", "net ms", "differs", "idle, predicted", "measured",
@@ -59,7 +59,7 @@ def reference_method(methods: Sequence[str]) -> str:
 
 
 def differences(curves: Mapping[str, Curve], reference: str) -> Iterator[Difference]:
-    """Compares every other method with the reference, unless they share no step."""
+    """Compare every other method with the reference, unless they share no step."""
     base = curves[reference]
     for method, curve in curves.items():
         shared = sorted(curve.keys() & base.keys())
@@ -76,8 +76,8 @@ class TextTable(NamedTuple):
     """A table of texts.
 
     Attributes:
-        cells: by row; the first row is the heading, the first cell of each other row says what the row is of.
-        note: how to read it; may be empty.
+        cells: by row; the first row is the heading, and the first cell of every further row is its name.
+        note: how to read the table; may be empty.
     """
 
     title: str
@@ -94,7 +94,7 @@ def as_text(table: TextTable) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One method's run in a row; rates are medians over steps, peaks the largest of any step, by stage.
+    """One row: a method's rates as medians over steps, and its largest peak of memory by stage.
 
     Idle times are shares of a step, means over ranks: as planned, and as measured in the last step.
     """
@@ -163,7 +163,7 @@ def difference_table(differences: Sequence[Difference]) -> TextTable:
 
 
 def headline(summaries: Sequence[Summary], differences: Sequence[Difference]) -> str:
-    """What the job has shown, in one sentence: the first method beside the reference, or by itself."""
+    """The result of a job in one sentence: the first method beside the reference, or by itself."""
     first = summaries[0]
     difference = next((row for row in differences if row.method == first.method), None)
     if difference is None:
@@ -175,12 +175,12 @@ def headline(summaries: Sequence[Summary], differences: Sequence[Difference]) ->
 
 
 def emulation_settings(record: Mapping[str, Any]) -> str:
-    """What was emulated, in words."""
+    """The settings of an emulation in words."""
     return f"{record['pp']} ranks, {record['microbatches']} microbatches, {record['costs']}"
 
 
 def emulation_table(record: Mapping[str, Any]) -> TextTable:
-    """A row a schedule; the note says when the machine was busy with other work."""
+    """One row per schedule; the note warns if the machine was busy with other work."""
     rows = [
         [
             row["name"],

@@ -1,4 +1,4 @@
-"""Real text without a download: the standard library's Python source, or what the user names.
+"""Real text without a download: the standard library's Python source, or the user's text.
 
 A source is read as *documents*: pieces of at most ``LONGEST_PIECE`` characters, cut at line ends. Files come
 in the order of a hash, so the last documents, which are kept for evaluation, are like the rest.
@@ -105,7 +105,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _decoded(raw: bytes, cut: bool = False) -> str | None:
-    """``raw`` as UTF-8, or None if it is not; ``cut`` forgives a character that the end cuts in two."""
+    """``raw`` as UTF-8, or None if it is not; with ``cut`` its last character may be incomplete."""
     try:
         return None if b"\0" in raw else codecs.getincrementaldecoder("utf-8")().decode(raw, final=not cut)
     except UnicodeDecodeError:

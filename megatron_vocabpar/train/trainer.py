@@ -1,8 +1,8 @@
 """The training loop of ``vocabpar train``, on one rank.
 
-1. Build model, optimizer and data as Megatron does, over the process group that is there.
+1. Build model, optimizer and data as Megatron does, over the default process group.
 2. For every step: call the forward-backward function, step the optimizer, write a line of metrics.
-3. Now and then evaluate, with the same forward-backward function.
+3. At every ``eval_interval`` evaluate, with the same forward-backward function.
 4. At the end save a checkpoint, the schedule as a picture, and the measured timeline of the last step.
 """
 
@@ -55,7 +55,14 @@ def train(config: TrainConfig, device: torch.device) -> None:
 
 
 def loss_func(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any, ...]:
-    """Megatron's: sum over the tokens that count, their number, and both for the report."""
+    """Sum a microbatch's losses over the tokens that count, as Megatron does.
+
+    Args:
+        losses: [b, s], per token.
+
+    Returns:
+        The sum, the number of tokens, and both as the report that is averaged over microbatches.
+    """
     assert loss_mask is not None
     mask = loss_mask.reshape(-1)
     total = (losses.float().reshape(-1) * mask).sum()
@@ -64,7 +71,7 @@ def loss_func(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any
 
 
 def forward_step(device: torch.device, data_iterator: Iterator[Any] | None, model: Any) -> tuple[Any, Any]:
-    """Megatron's: middle stages have no batch."""
+    """Run a stage on the next microbatch, as Megatron does; stages that read no data have no iterator."""
     batch: dict[str, Any] = {}
     if data_iterator is not None:
         batch = {k: v if v is None else queue_to_device(v, device) for k, v in next(data_iterator).items()}
@@ -101,7 +108,7 @@ class _Trainer:
         agree("configuration and versions", options | libraries | digest, _START)
 
     def train(self) -> None:
-        """Train to the last step and leave the results."""
+        """Train to the last step, and write metrics, checkpoints and the pictures of the last step."""
         config, first_step = self.config, 0
         if config.resume:
             latest = output.checkpoint_folder(self.folder, output.steps_done(self.folder))
@@ -190,7 +197,7 @@ def _mean_loss(reports: list[Any], device: torch.device) -> float:
 
 
 def _peak_memory_mib(device: torch.device, before_mib: float) -> list[float]:
-    """The largest peak of each stage's ranks, less what the process held before the model was built."""
+    """The largest peak of each stage's ranks in MiB, less ``before_mib``, held before the model was built."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     peaks = torch.zeros(stages, dtype=torch.float64, device=device)
     peaks[parallel_state.get_pipeline_model_parallel_rank()] = peak_memory_mib(device) - before_mib

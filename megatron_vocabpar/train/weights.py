@@ -28,8 +28,8 @@ _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of an unwrapped stage by their names in the whole model, transformer layers counted from 0.
 
-    Experts have their numbers in the whole layer.
-    A weight tied on this stage comes once, as its embedding.
+    Experts are numbered over the whole layer. A weight that is tied on this stage is yielded once, as the
+    embedding's.
     """
     for name, parameter in model.named_parameters():
         match = _LAYER.match(name)
@@ -51,7 +51,7 @@ def initialise_weights(model: Any, seed: int) -> None:
     """Draw all weights of an unwrapped stage anew: normal with Megatron's standard deviations.
 
     Matrices get ``init_method_std``, projections back into the residual stream that over ``sqrt(2 L)``.
-    Vectors (norms, biases) keep what they have. Padding rows of the vocabulary are zero. A tied output weight
+    Vectors (norms, biases) keep their values. Padding rows of the vocabulary are zero. A tied output weight
     on a stage of its own is drawn as the embedding is.
     """
     config = model.config
@@ -65,14 +65,14 @@ def initialise_weights(model: Any, seed: int) -> None:
             std /= math.sqrt(2 * config.num_layers)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        dim, whole, _, _ = _place(model, name, parameter)
+        dim, whole, _, _ = _slice_of(model, name, parameter)
         shape = (*parameter.shape[:dim], whole, *parameter.shape[dim + 1 :])
         full = torch.randn(shape, generator=generator) * std
         with torch.no_grad():
             parameter.copy_(local_part(model, name, parameter, full))
 
 
-def _place(model: Any, name: str, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
+def _slice_of(model: Any, name: str, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
     """A parameter's slice of its whole tensor: dimension, size of the whole, first index, count."""
     if isinstance(model, PartitionedModel) and name in _VOCABULARY:
         shard = model.shard.range
@@ -90,7 +90,7 @@ def _place(model: Any, name: str, parameter: torch.nn.Parameter) -> tuple[int, i
 
 def local_part(model: Any, name: str, parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that this rank's ``parameter`` holds; padding rows are zero."""
-    dim, _, start, size = _place(model, name, parameter)
+    dim, _, start, size = _slice_of(model, name, parameter)
     part = full.new_zeros(parameter.shape)
     part.narrow(dim, 0, size).copy_(full.narrow(dim, start, size))
     return part

@@ -150,9 +150,9 @@ def test_what_communicators_do_wrong_is_named() -> None:
     first, second = run_ranks(2, _wrong, fresh=True)
     assert first == (
         ["all-reduce, sum gave [0.0]", "all-reduce, maximum gave [0.0]"],
-        ["the message of stage 1 is not what it sent"],
+        ["the message of stage 1 has arrived with other values"],
     )
-    assert second == ([], ["the message of stage 0 is not what it sent"])
+    assert second == ([], ["the message of stage 0 has arrived with other values"])
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_communicators() -> None:
 def test_one_gpu_has_no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     finding = communicators.communicators("cpu")
-    assert (finding.outcome, finding.reason) == ("not run", "it needs two GPUs, and there is one")
+    assert (finding.outcome, finding.reason) == ("not run", "it needs two GPUs, and this machine has one")
 
 
 def _trains(losses: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
