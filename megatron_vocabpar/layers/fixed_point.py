@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import NOTHING, power_of_two
 from megatron_vocabpar.layers.gemm import product, result_dtype, row_chunks
-from megatron_vocabpar.layers.kernels.dispatch import CPU, REFERENCE, row_kernels
+from megatron_vocabpar.layers.kernels.dispatch import CPU, REFERENCE, RowKernels, row_kernels
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.split_product import split_product
 
@@ -50,13 +50,18 @@ A further column of zeros tells the merge, by the shape alone, that the operands
 """
 
 
-def exponentials(logits: Tensor, *args: Any, **options: Any) -> Exponentials:
-    """The row kernel, by an implementation whose elements don't depend on their place.
+def kernels_of(logits: Tensor) -> RowKernels:
+    """Row kernels for logits in fp32 (fp64), whose elements don't depend on their place.
 
-    The CPU's own is none: its exp2 rounds the last few elements of a tensor differently.
+    The CPU's own do: its exp2 rounds the last few elements of a tensor differently.
     """
     kernels = row_kernels(logits.device, logits.dtype)
-    return (REFERENCE if kernels is CPU else kernels).exponentials(logits, *args, **options)
+    return REFERENCE if kernels is CPU else kernels
+
+
+def exponentials(logits: Tensor, *args: Any, **options: Any) -> Exponentials:
+    """The row kernel, of ``kernels_of`` the logits."""
+    return kernels_of(logits).exponentials(logits, *args, **options)
 
 
 def digits(values: Tensor, k: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ shards join and what its slope adds to dY. For example the entropy's adds the te
 A shard has stored ``E_j = exp(Y_j) / 2^k``, with the target's entry zero. So ``p_j = c E_j`` with
 ``c = 2^(k - K) / S``, and its part of the gradient is ``row E_j``, and what extras add; the target gets
 ``target`` besides, which comes exactly from the sums: 1 - p_target is never computed as a difference. For
-example, the cross-entropy has g_nll = g alone: ``row = g c`` and ``target = g (p_target - 1)``.
+example, the cross-entropy has g_nll = g alone: ``row = g c`` and ``target = g (p_target - 1)``. An entropy
+adds ``logs E_j ln E_j``.
 
 Next: ``softmax_stats.py``, how shards join; ``extras/extra.py``; ``token_loss.py``.
 """
@@ -99,15 +100,28 @@ def empty_softmax(n: int, dtype: torch.dtype, device: torch.device, *, whole: bo
 
 
 class RowGradient(NamedTuple):
-    """dY of one shard in factors, fp32 (fp64 for fp64).
+    """dY of a shard in factors, [n] in fp32 (fp64 for fp64): ``E (row + logs ln E)``, and ``target`` besides.
 
     Attributes:
-        row: [..., n] what the exponentials are multiplied by.
-        target: [n] the gradients at the targets.
+        row: what the exponentials E are multiplied by.
+        target: the gradients at the targets.
+        logs: what E ln E is multiplied by; None is 0.
     """
 
     row: Tensor
     target: Tensor
+    logs: Tensor | None = None
+
+    def part(self, rows: slice) -> RowGradient:
+        """The factors of a chunk of tokens."""
+        return RowGradient(self.row[rows], self.target[rows], None if self.logs is None else self.logs[rows])
+
+    def plus(self, other: RowGradient) -> RowGradient:
+        """The gradient of the sum of two losses."""
+        logs = self.logs if other.logs is None else other.logs
+        if self.logs is not None and other.logs is not None:
+            logs = self.logs + other.logs
+        return RowGradient(self.row + other.row, self.target + other.target, logs)
 
 
 class TokenGradient(NamedTuple):
@@ -145,30 +159,27 @@ def row_gradient(
     slopes: Slopes,
     k: Tensor,
     target_slope: Tensor | None = None,
-    *,
-    rest: Tensor | None = None,
 ) -> RowGradient:
-    """The formula above for exponentials ``E_j = exp(Y_j - k ln 2 - rest)``, for the slopes but the extras'.
+    """The formula above for the slopes but the extras'.
 
     Args:
         softmax: of all shards.
         slopes: of the loss. That of the nll counts for tokens with a target alone.
-        k: [..., n] whole offsets of one shard, or of several; perhaps a column of its statistics.
+        k: [n] whole offsets of a shard; perhaps a column of its statistics.
         target_slope: [n] of the softcap at the targets; None without a softcap.
-        rest: [..., n]; None is 0.
     """
     target = target_factor(softmax, slopes)
     if target_slope is not None:
         target = target * target_slope
-    return RowGradient(row_factor(softmax, slopes, k, rest), target)
+    return RowGradient(row_factor(softmax, slopes, k), target)
 
 
-def row_factor(softmax: Softmax, slopes: Slopes, k: Tensor, rest: Tensor | None = None) -> Tensor:
-    """[..., n] ``c (g_lse + g_nll)``; 0 where the slopes are 0, or every logit is -inf."""
+def row_factor(softmax: Softmax, slopes: Slopes, k: Tensor) -> Tensor:
+    """[n] ``c (g_lse + g_nll)``; 0 where the slopes are 0, or every logit is -inf."""
     slope = torch.where(softmax.valid, slopes.nll.to(softmax.total.dtype), 0)
     if slopes.lse is not None:
         slope = slope + slopes.lse
-    scale = probability_scale(softmax, k, rest)
+    scale = probability_scale(softmax, k)
     return torch.where((slope != 0) & (softmax.total != 0), scale * slope, 0)
 
 
@@ -178,12 +189,29 @@ def target_factor(softmax: Softmax, slopes: Slopes) -> Tensor:
     return factor if slopes.lse is None else factor + slopes.lse * target_probability(softmax)
 
 
-def probability_scale(softmax: Softmax, k: Tensor, rest: Tensor | None = None) -> Tensor:
-    """[..., n] c, which makes probabilities of exponentials relative to 2^k."""
-    scale = power_of_two(k - softmax.offset) / softmax.total
-    return scale if rest is None else scale * rest.exp()
+def probability_scale(softmax: Softmax, k: Tensor) -> Tensor:
+    """[n] c, which makes probabilities of exponentials relative to 2^k."""
+    return power_of_two(k - softmax.offset) / softmax.total
 
 
 def target_probability(softmax: Softmax) -> Tensor:
     """[n] p_target; 0 for tokens without a target."""
     return torch.where(softmax.valid, torch.exp(-softmax.nll), 0)
+
+
+def entropy_gradient(softmax: Softmax, entropy: Tensor, slope: Tensor, k: Tensor) -> RowGradient:
+    """The formula above for the slope g of the entropy: ``logs = -g c``, ``row = logs (ln c + entropy)``.
+
+    Args:
+        softmax: of all shards.
+        entropy: [n] in nats.
+        slope: [n].
+        k: [n] as for ``row_gradient``.
+    """
+    counts = (slope != 0) & (softmax.total != 0)
+    logs = torch.where(counts, -slope.to(k.dtype) * probability_scale(softmax, k), 0)
+    log_scale = log_of_power(k - softmax.offset) - torch.log(softmax.total)
+    row = torch.where(counts, logs * (log_scale + entropy), 0)
+    probability = target_probability(softmax)
+    bend = torch.where(probability == 0, 0, probability * (entropy - softmax.nll))
+    return RowGradient(row, -torch.where(counts, slope * bend, 0), logs)

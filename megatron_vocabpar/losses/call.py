@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vocabpar.layers.extras.entropy import Entropy
+from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.numbers import Summary
 from megatron_vocabpar.layers.partition import VocabRange
@@ -40,7 +42,7 @@ class Layout(TypedDict, total=False):
             padding, ``softcap`` or ``invariant``.
         rows_per_chunk: tokens worked on at one time; None bounds a chunk to 32 MiB, on the CPU to 256 KiB
             of logits that exist (4 MiB with ``softcap``, ``invariant``, label smoothing, in ``vocab_kl``) and
-            8 MiB of others.
+            8 MiB of others. Triton's kernels take logits that exist whole, but in ``vocab_kl``.
     """
 
     group: dist.ProcessGroup | None
@@ -100,6 +102,8 @@ def prepare(
         raise ValueError(f"temperature {temperature}: give a positive number")
     softcap = layout.get("softcap")
     LossTerms(softcap=softcap)  # raises unless it is a bound
+    # The temperature divides what the cap gives: c tanh(y / c) / T.
+    terms = LossTerms(logit_scale=1 / temperature, softcap=None if softcap is None else softcap / temperature)
     invariant = layout.get("invariant", False)
     exchange = make_exchange(layout.get("group"), len(shards))
     widths = [shard.shape[0] if lazy else shard.shape[-1] for shard in shards]
@@ -117,10 +121,8 @@ def prepare(
         exchange=exchange,
         ranges=ranges,
         lazy=lazy,
-        temperature=temperature,
-        softcap=softcap,
-        entropy=entropy,
-        mean=mean,
+        terms=terms,
+        extras=(*([Entropy()] if entropy else []), *([Mean(ranges[0].vocab_size)] if mean else [])),
         invariant=invariant,
         rows_per_chunk=layout.get("rows_per_chunk"),
         keep=keep,

@@ -22,7 +22,7 @@ from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.kernels.reference import take_target_
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import target_rows
-from megatron_vocabpar.layers.terms import LossTerms
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import token_loss
 from megatron_vocabpar.losses.call import Layout, check_targets, leading_shape, prepare, summarise
 from megatron_vocabpar.losses.reductions import reduce_tokens
@@ -175,7 +175,7 @@ def vocab_target_rank(
         ValueError: naming the argument that does not fit.
     """
     call, tensors = prepare(logits, layout)
-    call = replace(call, softcap=None, temperature=1.0)
+    call = replace(call, terms=PLAIN)
     source = call.source(tensors)
     ids, counted = check_targets(targets, leading_shape(logits), ignore_index, call.ranges[0].vocab_size)
 

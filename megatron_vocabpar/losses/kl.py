@@ -144,7 +144,7 @@ class _Sums(torch.autograd.Function):
         total_p, total_q = (torch.where(unused, torch.inf, total) for total in (total_p, total_q))
         softmaxes = Normaliser(offset_p, total_p), Normaliser(offset_q, total_q)
         needs = any(ctx.needs_input_grad[3 : 3 + split]), any(ctx.needs_input_grad[3 + split :])
-        grad = grad / calls[0].temperature
+        grad = grad * calls[0].terms.logit_scale
         bounds = [bound * grad.abs() for bound in divergence.bounds(sums)]
         sinks = [
             source.gradients(calls[0].exchange, bound if calls[0].invariant else None) if needed else None

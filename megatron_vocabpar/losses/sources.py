@@ -55,8 +55,9 @@ class LazyLogits:
 class Scratch:
     """Memory for one chunk after another: fresh pages cost more time than the arithmetic on them."""
 
-    def __init__(self, matrix: Tensor | None = None) -> None:
-        self._memory = self._matrix = matrix
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._matrix: Tensor | None = None
 
     def take(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[rows, columns] uninitialised, in the memory of the matrix that was taken before."""
@@ -66,10 +67,6 @@ class Scratch:
                 self._memory = torch.empty(size, dtype=dtype, device=device)
             self._matrix = self._memory.view(-1)[:size].view(rows, columns)
         return self._matrix
-
-    def like(self, other: Tensor) -> Tensor:
-        """Uninitialised, in the shape and dtype of another matrix."""
-        return self.take(other.shape[0], other.shape[1], other.dtype, other.device)
 
 
 Logits = Tensor | Sequence[Tensor] | LazyLogits
@@ -100,6 +97,12 @@ class DenseSource:
             for part in within
         ]
 
+    def pieces(self, rows_per_chunk: int | None) -> list[slice]:
+        """Slices of tokens for kernels that read logits where they are, as large as views of them can be."""
+        if rows_per_chunk is not None:
+            return self.slices(rows_per_chunk)
+        return [slice(start, start + self._period) for start in range(0, self.tokens, self._period)]
+
     def logits(self, shard: int, rows: slice, place: Scratch | None) -> Tensor:
         """[rows, P'] a copy of the logits in fp32 (fp64 for fp64), which may be overwritten.
 
@@ -117,11 +120,6 @@ class DenseSource:
             return valid
         return place.take(valid.shape[0], valid.shape[1], self._dtype, valid.device).copy_(valid)
 
-    def whole(self, shard: int) -> Tensor | None:
-        """[n, P'] the caller's own logits, to be read only; None if their strides don't allow a view."""
-        flat = self._flat[shard]
-        return None if flat is None else flat.narrow(1, 0, self.valid[shard])
-
     def gradients(self, exchange: Exchange, scale: Tensor | None, in_place: bool = False) -> DenseGradients:
         """What takes the gradients; with ``scale`` [n] its sums don't depend on the sharding.
 
@@ -134,28 +132,20 @@ class DenseGradients:
     """One tensor like each shard, filled by chunks of tokens; nothing is summed."""
 
     def __init__(self, source: DenseSource, in_place: bool = False) -> None:
-        self._dtype, self._valid = result_dtype(source.shards[0].dtype), source.valid
+        self._valid = source.valid
         fresh = (torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in source.shards)
         self._grads = list(source.shards if in_place else fresh)
         for grad, valid in zip(self._grads, source.valid, strict=True):
             grad[..., valid:] = 0
         self._flat = [grad.view(source.tokens, grad.shape[-1]) for grad in self._grads]
 
-    def whole(self, shard: int) -> Tensor:
-        """[n, P'] memory of a shard's gradient."""
-        return self._flat[shard].narrow(1, 0, self._valid[shard])
-
-    def place(self, shard: int, rows: slice, otherwise: Scratch) -> Scratch:
-        """Memory to compute a chunk's ``grad`` in: that of the gradient if its dtype and width fit."""
-        out = self._flat[shard]
-        fits = out.dtype == self._dtype and out.shape[1] == self._valid[shard]
-        return Scratch(out[rows]) if fits else otherwise
+    def place(self, shard: int, rows: slice) -> Tensor:
+        """[rows, P'] memory of a chunk of a shard's gradient."""
+        return self._flat[shard][rows].narrow(1, 0, self._valid[shard])
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
         """Take a shard's ``grad`` [rows, P'], whose elements are at most ``bound`` [rows]."""
-        out = self._flat[shard][rows]
-        if out.data_ptr() != grad.data_ptr():
-            out.narrow(1, 0, grad.shape[1]).copy_(grad)
+        self.place(shard, rows).copy_(grad)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients, in the order of the source's tensors."""
@@ -184,6 +174,8 @@ class LazySource:
         size = transient_bytes(self.x.device)
         chunk = BLOCK if self.blocks else rows_per_chunk
         return row_chunks(self.tokens, widest, chunk, transient_bytes=size)
+
+    pieces = slices
 
     def logits(self, shard: int, rows: slice, place: Scratch | None) -> Tensor:
         weight, x = self.weights[shard], self.x[rows]
@@ -214,9 +206,6 @@ class LazyGradients:
             peak = exchange.gather([largest_size(weight) for weight in source.weights]).amax()
             self._grid, dtype = grid_of(scale.double() * peak), torch.int64
         self._dx = [source.x.new_zeros(source.x.shape, dtype=dtype) for _ in source.weights]
-
-    def place(self, shard: int, rows: slice, otherwise: Scratch) -> Scratch:
-        return otherwise
 
     def add(self, shard: int, rows: slice, grad: Tensor, bound: Tensor) -> None:
         weight, x, dw = self._source.weights[shard], self._source.x[rows], self._dw[shard]

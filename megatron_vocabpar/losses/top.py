@@ -100,8 +100,8 @@ class _Bins(torch.autograd.Function):
         ids, offset, total, rest, *tensors = ctx.saved_tensors
         call = ctx.call
         source, scratch = call.source(tensors), Scratch()
-        grads = torch.where(ids >= 0, grad_top, 0) / call.temperature, grad_rest / call.temperature
-        slopes = BinSlopes.of(*grads, rest)
+        scale = call.terms.logit_scale
+        slopes = BinSlopes.of(torch.where(ids >= 0, grad_top, 0) * scale, grad_rest * scale, rest)
         bound, sink = slopes.bound(), source.gradients(call.exchange, None)
         for rows in source.slices(call.rows_per_chunk):
             for shard, held in enumerate(call.ranges):

@@ -87,7 +87,7 @@ def softmax(
         extras = [*extras_of(terms, rows, shard), Entropy()]
         state, stats = output_forward(x, rows, targets, shard, options, extras=extras)
         assert isinstance(state, OutputState)
-        assert ("entropy" in state.products) == early
+        assert ("E ln E" in state.products) == early
         states.append(state)
         packed.append(stats)
     return states, join(torch.stack(packed), extras)

@@ -50,9 +50,10 @@ def test_exponentials(dtype: torch.dtype, n: int, columns: int, valid: int) -> N
         out.double(), exact, rtol=STORED[dtype], atol=2**-24 if dtype == torch.float16 else 0
     )
     torch.testing.assert_close(part.s_rest.double(), exact.sum(1), rtol=2e-6, atol=0)
-    weighted, largest = part.stats[:, STATS_WIDTH:].unbind(1)
+    weighted, largest, summed = part.stats[:, STATS_WIDTH:].unbind(1)
     size = torch.special.xlogy(exact, exact).abs().sum(1)
     assert ((weighted - torch.special.xlogy(exact, exact).sum(1)).abs() <= 1e-6 * size).all()
+    assert torch.equal(summed, logits[:, :valid].sum(1))
     assert torch.equal(largest, torch.where(counted, logits, -torch.inf).amax(1))
     assert torch.equal(part.target_logit[owned], logits[owned, target_row[owned]])
     assert (part.target_logit[target_row < 0] == 0).all()

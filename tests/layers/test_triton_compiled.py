@@ -14,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from megatron_vocabpar.layers.kernels import dispatch
-from megatron_vocabpar.layers.numbers import Slopes, TokenGradient, empty_softmax
+from megatron_vocabpar.layers.kernels.reference import ROW_COLUMNS
+from megatron_vocabpar.layers.numbers import RowGradient, Slopes, TokenGradient, empty_softmax
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
 
@@ -57,7 +58,7 @@ def test_nothing_of_the_pretended_driver_stays() -> None:
         ("fp32", P, {"terms": LossTerms(softcap=30.0, logit_scale=0.5)}),
         ("bf16", P, {"terms": LossTerms(softcap=30.0), "given": True}),
         ("bf16", P, {"kept": False}),
-        ("fp16", P, {"kept": False, "smoothed": True}),
+        ("fp16", P, {"kept": False, "asked": 3}),
     ],
     ids=str,
 )
@@ -68,7 +69,8 @@ def test_exponentials(capability: int, dtype: str, columns: int, options: dict[s
     terms = {name: value for name, value in options.items() if name == "terms"}
     logits, targets = torch.empty(2, columns), torch.zeros(2, dtype=torch.int64)
     out = logits if dtype == "fp32" else torch.empty(2, columns, dtype=STORED[dtype])
-    stats = torch.empty(2, 5 if "smoothed" in options else 4)
+    asked = ROW_COLUMNS[: options.get("asked", 0)]
+    stats = torch.empty(2, 4 + len(asked))
     offset = stats[:, 0] if "given" in options else None
     check(
         capability,
@@ -80,6 +82,7 @@ def test_exponentials(capability: int, dtype: str, columns: int, options: dict[s
             dtype=STORED[dtype],
             out=out if options.get("kept", True) else None,
             stats=stats,
+            columns=asked,
             **terms,
         ),
     )
@@ -122,7 +125,22 @@ def test_kernels_of_the_statistics(capability: int, lse: bool, softcap: bool) ->
     slopes = Slopes(torch.empty(n), torch.empty(n) if lse else None)
     gradient = TokenGradient(softmax, slopes, stats[0], torch.empty(n) if softcap else None)
     check(capability, lambda: kernels.row_gradient(*gradient.arguments()))
+    slope = torch.empty(n)
+    check(capability, lambda: kernels.entropy_gradient(softmax, slope, slope, stats[0, :, 0]))
     targets = ShardTargets(*torch.zeros(2, n, dtype=torch.int64))
     grad, x, weight = torch.empty(n, H), torch.empty(n, H).bfloat16(), torch.empty(64, H).bfloat16()
     check(capability, lambda: kernels.finish(grad, grad, weight, targets, gradient))
     check(capability, lambda: kernels.prepare(torch.empty(64, H), x, targets, gradient))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_gradients_of_logits(capability: int, dtype: str, softcap: float | None) -> None:
+    """Those that exist, and those that are stored as exponentials; 16-bit logits are read as they are."""
+    logits, k, kernels = torch.empty(2, P, dtype=DTYPES[dtype]), torch.empty(2), dispatch.triton_kernels()
+    targets, terms = torch.zeros(2, dtype=torch.int64), LossTerms(softcap=softcap)
+    gradient = RowGradient(k, k, k)
+    check(capability, lambda: kernels.logit_stats(logits, targets, terms=terms, columns=ROW_COLUMNS))
+    check(capability, lambda: kernels.logit_gradient(logits, logits, targets, k, gradient, k, terms=terms))
+    check(capability, lambda: kernels.curved_rows(logits, k, k))

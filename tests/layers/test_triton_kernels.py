@@ -17,11 +17,12 @@ from torch import Tensor
 if find_spec("triton") is None:  # as the package looks for it
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from megatron_vocabpar.layers import numbers
 from megatron_vocabpar.layers.exponents import NOTHING
 from megatron_vocabpar.layers.kernels import dispatch, reference
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.layers.kernels.reference import LEEWAY, Exponentials
-from megatron_vocabpar.layers.numbers import STATS_WIDTH, Slopes, TargetGradient, TokenGradient
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Slopes, TargetGradient, TokenGradient
 from megatron_vocabpar.layers.softmax_stats import softmax_place
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
@@ -67,12 +68,8 @@ def both(
     return results[0], results[1]
 
 
-def check(
-    expected: Exponentials, got: Exponentials, storage: torch.dtype = torch.float32, leeway: int = 0
-) -> None:
-    """Equal but for rounding, and for offsets that are up to ``leeway`` below the specification's."""
-    assert got.e is not None
-    assert expected.e is not None
+def check_stats(expected: Exponentials, got: Exponentials, leeway: int = 0) -> Tensor:
+    """Equal but for rounding, and for offsets that are up to ``leeway`` below; returns [n] their powers."""
     below = expected.k - got.k
     assert ((below >= 0) & (below <= leeway)).all(), below
     factor = torch.exp2(-below)
@@ -80,14 +77,25 @@ def check(
     torch.testing.assert_close(got.target_logit, expected.target_logit, rtol=2e-6, atol=1e-6)
     if got.stats.shape[1] > STATS_WIDTH:
         # Of E / 2^below the sum of E ln E is another one.
-        weighted, largest = got.stats[:, STATS_WIDTH:].unbind(1)
+        weighted, largest, summed = got.stats[:, STATS_WIDTH:].unbind(1)
         weighted = factor * (weighted - below * math.log(2) * got.s_rest)
-        wanted, largest_logit = expected.stats[:, STATS_WIDTH:].unbind(1)
+        wanted, largest_logit, sum_of_logits = expected.stats[:, STATS_WIDTH:].unbind(1)
+        torch.testing.assert_close(summed, sum_of_logits, rtol=1e-5, atol=1e-3, equal_nan=True)
         assert ((weighted - wanted).abs() <= 1e-5 * wanted.abs() + 2e-6 * (1 + expected.s_rest)).all()
         lowest = torch.finfo(torch.float32).min  # in the place of -inf
         torch.testing.assert_close(
             largest.clamp(min=lowest), largest_logit.clamp(min=lowest), rtol=1e-6, atol=1e-6
         )
+    return factor
+
+
+def check(
+    expected: Exponentials, got: Exponentials, storage: torch.dtype = torch.float32, leeway: int = 0
+) -> None:
+    """Equal but for rounding, and for offsets that are up to ``leeway`` below the specification's."""
+    assert got.e is not None
+    assert expected.e is not None
+    factor = check_stats(expected, got, leeway)
     tiny = 2.0**-24 if storage == torch.float16 else 2.0**-126
     e = got.e.float() * factor.unsqueeze(1)
     torch.testing.assert_close(e, expected.e.float(), rtol=ROUNDING[storage], atol=tiny)
@@ -305,6 +313,58 @@ def test_merge_and_row_gradient(lse: bool, softcap: bool, ranks: int, n: int) ->
         other = kernels.row_gradient(got, there, *arguments)
         close(other.row.cpu(), one.row, rtol=1e-5, atol=1e-37)
         close(other.target.cpu(), one.target, rtol=1e-5, atol=1e-7)  # its parts cancel
+
+
+@pytest.mark.parametrize("n", [0, 1, 300])
+def test_entropy_gradient(n: int) -> None:
+    stats, kernels = some_stats(3, n), dispatch.triton_kernels()
+    entropy, slope = 10 * torch.rand(n), torch.randn(n)
+    slope[: n // 4] = 0
+    expected = numbers.entropy_gradient(reference.merge(stats), entropy, slope, stats[0, :, 0])
+    softmax, there = kernels.merge(stats.to(DEVICE)), stats[0, :, 0].to(DEVICE)
+    got = kernels.entropy_gradient(softmax, entropy.to(DEVICE), slope.to(DEVICE), there)
+    for name, value in expected._asdict().items():
+        torch.testing.assert_close(
+            getattr(got, name).cpu(), value, rtol=1e-4, atol=1e-6, equal_nan=True, msg=name
+        )
+
+
+@covering(
+    ("columns", [1, 300, 1024, 2500]),
+    ("dtype", ROUNDING),
+    ("logs", [False, True]),
+    ("uniform", [False, True]),
+    ("terms", [LossTerms(), LossTerms(logit_scale=1.5), LossTerms(softcap=20.0, logit_scale=0.7)]),
+)
+def test_logits_that_exist(
+    columns: int, dtype: torch.dtype, logs: bool, uniform: bool, terms: LossTerms
+) -> None:
+    """Their statistics and dY, and dY of their exponentials."""
+    kernels = dispatch.triton_kernels()
+    logits, target = rows(5, columns, 6.0)
+    logits = logits.to(dtype)
+    logits[0, : columns // 2] = -torch.inf
+    asked = reference.ROW_COLUMNS
+    expected = reference.logit_stats(logits, target, terms=terms, columns=asked)
+    got = kernels.logit_stats(logits.to(DEVICE), target.to(DEVICE), terms=terms, columns=asked).cpu()
+    check_stats(Exponentials(None, expected), Exponentials(None, got), LEEWAY)
+    k, factors = expected[:, 0] + 1, torch.randn(4, 5)
+    gradient = RowGradient(factors[0], factors[1], factors[2] if logs else None)
+    every = factors[3] if uniform else None
+    out, there = torch.full_like(logits, torch.nan), torch.full_like(logits, torch.nan, device=DEVICE)
+    reference.logit_gradient(out, logits, target, k, gradient, every, terms=terms)
+    on_device = [None if part is None else part.to(DEVICE) for part in gradient]
+    every = None if every is None else every.to(DEVICE)
+    arguments = logits.to(DEVICE), target.to(DEVICE), k.to(DEVICE), RowGradient(*on_device), every
+    kernels.logit_gradient(there, *arguments, terms=terms)
+    rounding = max(5e-6, torch.finfo(dtype).eps if dtype != torch.float32 else 0)
+    torch.testing.assert_close(there.cpu(), out, rtol=rounding, atol=5e-6)
+    e = torch.rand(5, columns).to(dtype)
+    e[:, ::7] = 0
+    curved = kernels.curved_rows(e.to(DEVICE), *on_device[::2])
+    torch.testing.assert_close(
+        curved.cpu(), reference.curved_rows(e, *gradient[::2]), rtol=rounding, atol=1e-6
+    )
 
 
 def test_merged_statistics_go_where_they_are_told() -> None:

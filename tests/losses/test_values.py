@@ -122,7 +122,7 @@ def test_kept_exponentials_change_nothing(dtype: torch.dtype) -> None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 total.backward()
     for value, expected in zip(*found, strict=True):
-        assert error(value, expected) < 2e-7
+        assert error(value, expected) < 3e-7
         assert bool(value.isfinite().all())
 
 

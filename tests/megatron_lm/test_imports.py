@@ -24,8 +24,8 @@ sys.addaudithook(record)
 """
 ROOMS = {"layers", "megatron_lm", "pipeline", "plan", "runtime", "schedule"}
 OF_THE_PLANNER = {
-    "choice", "choice_flags", "choices", "decoder", "given", "hardware", "job", "layer_counts", "stage_memory",
-    "model", "pattern", "plays", "price", "read_arguments", "times",
+    "choice", "choice_flags", "choices", "decoder", "given", "hardware", "job", "layer_counts",
+    "model", "pattern", "stage_memory", "plays", "price", "read_arguments", "times",
 }  # fmt: skip
 """``choose`` and its model: neither readers of scripts and configurations nor searches and tables."""
 

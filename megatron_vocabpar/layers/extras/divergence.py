@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.bins import BinSlopes, TopLogprobs, shard_bins
 from megatron_vocabpar.layers.divergence import Divergence
-from megatron_vocabpar.layers.extras.extra import Exchange, Extra, Factors
+from megatron_vocabpar.layers.extras.extra import Exchange, Extra
 from megatron_vocabpar.layers.gemm import product
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.partition import VocabRange
@@ -59,6 +59,7 @@ class Comparison(Extra):
     """
 
     name = "divergence"
+    has_curve = True
     reports = MappingProxyType({"divergence": "divergence", "cross_entropy": "cross-entropy"})
 
     def __init__(self, how: Distillation, counted: Tensor | None) -> None:
@@ -106,13 +107,9 @@ class Comparison(Extra):
         divergence = torch.where(softmax.valid, self.value(softmax), 0)
         return {"divergence": divergence, "cross_entropy": softmax.nll}
 
-    def gradient(self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None) -> Factors:
-        return Factors(slope)
-
-    def curve(
-        self, e: Tensor, factor: Tensor, stored: StoredExponentials, softmax: Softmax, rows: slice
-    ) -> Tensor:
+    def curve(self, stored: StoredExponentials, softmax: Softmax, slope: Tensor, rows: slice) -> Tensor:
         """Where the slope is 0 the gradient is left out: a teacher may have NaN at masked tokens."""
+        factor = slope[rows].unsqueeze(1)
         return self.slopes(stored, softmax, rows).mul_(factor).masked_fill_(factor == 0, 0)
 
     def of(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,15 +7,17 @@ A shard sends the row kernel's sum of E ln E, of E before they are rounded for t
 
 from __future__ import annotations
 
+from math import log
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import log_of_power, power_of_two, subtract_power_log_
-from megatron_vocabpar.layers.extras.extra import Extra, Factors
+from megatron_vocabpar.layers.extras.extra import Extra
+from megatron_vocabpar.layers.kernels.dispatch import entropy_gradient
 from megatron_vocabpar.layers.kernels.reference import E_LOG_E
-from megatron_vocabpar.layers.numbers import Softmax, probability_scale, target_probability
+from megatron_vocabpar.layers.numbers import RowGradient, Softmax
 
 
 class Entropy(Extra):
@@ -25,10 +27,6 @@ class Entropy(Extra):
     reports = MappingProxyType({"entropy": "entropy"})
     columns = 1
     row_column = E_LOG_E
-    largest = 16.0  # ln E is less
-
-    def of_exponentials(self, e: Tensor) -> Tensor:
-        return torch.special.xlogy(e, e)
 
     def join(self, statistics: Tensor, columns: Tensor, softmax: Softmax) -> Tensor:
         """ln S - sum_j p_j ln(p_j S). Logits are relative to the largest exponent: nothing large cancels."""
@@ -41,14 +39,9 @@ class Entropy(Extra):
         weighted = inner.sum(0)
         return torch.log(softmax.total) - weighted / softmax.total
 
-    def gradient(self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None) -> Factors:
-        entropy = self.value(softmax)
-        counts = (slope != 0) & (softmax.total != 0)
-        logs = torch.where(counts, -slope.to(k.dtype) * probability_scale(softmax, k, rest), 0)
-        log_scale = log_of_power(k - softmax.offset) - torch.log(softmax.total)
-        if rest is not None:
-            log_scale = log_scale + rest
-        row = torch.where(counts, logs * (log_scale + entropy), 0)
-        probability = target_probability(softmax)
-        bend = torch.where(probability == 0, 0, probability * (entropy - softmax.nll))
-        return Factors(logs, row, -torch.where(counts, slope * bend, 0))
+    def gradient(self, softmax: Softmax, slope: Tensor, k: Tensor) -> RowGradient:
+        return entropy_gradient(softmax, self.value(softmax), slope, k)
+
+    def bound(self, slope: Tensor, vocab_size: int) -> Tensor:
+        """The sum of p |ln p + entropy| is at most 2 ln V."""
+        return 2 * log(max(2, vocab_size)) * slope.abs()

@@ -4,11 +4,12 @@
                        travel with its statistics
     C1     join        all shards' columns as the number; ``after_join``, where that takes another exchange
     L      deliver     what the loss function gets
-    T, TW  gradient    what the number's slope adds to dY; ``add_*_gradient`` where that does not depend on E
+    T, TW  gradient    what the number's slope adds to dY in factors; ``curve``, where factors don't say it;
+                       ``add_*_gradient`` where it does not depend on E
 
 Each has a file here, and nothing else knows which there are: S, C1, L and T ask all extras of a call. For
-example the entropy, whose dY has ``logs E ln E``, has the row kernel's sums of E ln E, and its ``curve`` is
-``E ln E``; the products with W and x are ``output/plain.py``'s.
+example the entropy is made of the row kernel's sums of E ln E, and its slope gives a factor of E ln E; the
+products with W and x are ``output/plain.py``'s.
 
 An extra is of one microbatch, as the divergence holds what the teacher says of it; the others are the same
 object for all. Next: ``entropy.py``; then ``mean.py``, ``target_rank.py``, ``divergence.py``, ``top.py``.
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.kernels.reference import ROW_COLUMNS
-from megatron_vocabpar.layers.numbers import STATS_WIDTH, Softmax
+from megatron_vocabpar.layers.numbers import STATS_WIDTH, RowGradient, Softmax
 from megatron_vocabpar.layers.operands import Tokens
 from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 from megatron_vocabpar.layers.stored import StoredExponentials
@@ -42,25 +43,6 @@ class Exchange(NamedTuple):
     total: Callable[[Tensor], Tensor]
 
 
-class Factors(NamedTuple):
-    """What a slope adds to a shard's dY: ``row E_j + curve_j``; and ``target`` at the target. None is 0.
-
-    Attributes:
-        curve: [..., n] what the extra's curve of E is multiplied by.
-        row: [..., n].
-        target: [n].
-    """
-
-    curve: Tensor
-    row: Tensor | None = None
-    target: Tensor | None = None
-
-    def added_to(self, row: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """``row`` [..., n] and ``target`` [n] with this extra's."""
-        row = row if self.row is None else row + self.row
-        return row, target if self.target is None else target + self.target
-
-
 class Extra:
     """The base: a number without columns and without a gradient.
 
@@ -69,15 +51,14 @@ class Extra:
         reports: by each parameter that a loss function may have of it, what its mean is called in a log.
         columns: numbers a token that a shard sends with its statistics.
         row_column: its only column, of ``kernels.reference.ROW_COLUMNS``; None: ``keep`` makes what it has.
-        largest: a power of two above curve(E) / E of every E in fp16: the curve divided by it fits where E
-            does. None without a curve that is made of E alone.
+        has_curve: whether its slope adds ``curve`` to dY.
     """
 
     name: ClassVar[str]
     reports: ClassVar[Mapping[str, str]] = {}
     columns: ClassVar[int] = 0
-    row_column: ClassVar[str | None] = None
-    largest: ClassVar[float | None] = None
+    row_column: str | None = None
+    has_curve: ClassVar[bool] = False
 
     def place(self, like: Tensor) -> Tensor:
         """Memory for the number; ``like`` is [n], of the statistics' dtype."""
@@ -108,20 +89,20 @@ class Extra:
         """[n] by each parameter of a loss function; 0 for tokens without a target."""
         return {name: torch.where(softmax.valid, self.value(softmax), 0) for name in self.reports}
 
-    def gradient(
-        self, softmax: Softmax, slope: Tensor, k: Tensor, rest: Tensor | None = None
-    ) -> Factors | None:
-        """The factors for a slope [n], of ``E = exp(Y - k ln 2 - rest)``; None: dY does not depend on E."""
+    def gradient(self, softmax: Softmax, slope: Tensor, k: Tensor) -> RowGradient | None:
+        """What a slope [n] adds to dY of exponentials relative to 2^k; None: nothing in factors."""
         return None
 
-    def curve(
-        self, e: Tensor, factor: Tensor, stored: StoredExponentials, softmax: Softmax, rows: slice
-    ) -> Tensor:
-        """[c, P'] the curve of a chunk's E [c, P], times its ``factor`` [c, 1]; ``rows`` is the chunk."""
-        return self.of_exponentials(e).mul_(factor)
+    def curve(self, stored: StoredExponentials, softmax: Softmax, slope: Tensor, rows: slice) -> Tensor:
+        """[c, P'] what a slope [n] adds to dY of a chunk of tokens."""
+        raise NotImplementedError
 
-    def of_exponentials(self, e: Tensor) -> Tensor:
-        """[c, P] the curve of E [c, P], a copy, where it is made of E alone."""
+    def uniform(self, slope: Tensor) -> Tensor | None:
+        """[n] what a slope [n] adds to every true id's dY; None: nothing. The products are ``add_*``'s."""
+        return None
+
+    def bound(self, slope: Tensor, vocab_size: int) -> Tensor:
+        """[n] at least the sum over all ids of what a slope [n] adds to |dY|."""
         raise NotImplementedError
 
     def add_input_gradient_(self, grad: Tensor, slope: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The mean logit, which label smoothing takes: ``(1/V) sum_j Y_j``, j over the true ids.
 
-A shard sends the sum of its logits, which is x times the sum of its rows: no exponential is read. The slope g
-adds ``g / V`` to every dY_j, so dX gets ``g / V`` times the sum of the rows.
+A shard sends the sum of its logits: that is x times the sum of its rows, where no softcap bends them, or the
+row kernel's. The slope g adds ``g / V`` to every dY_j, so dX gets ``g / V`` times the sum of the rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.kernels.reference import LOGIT_SUM
 from megatron_vocabpar.layers.numbers import Softmax
 from megatron_vocabpar.layers.operands import Tokens
 from megatron_vocabpar.layers.partition import VocabRange
@@ -22,8 +23,8 @@ class Mean(Extra):
 
     Args:
         vocab_size: V.
-        weight: [P, H] of this shard, whose true rows are summed once, when S first asks; None where numbers
-            are joined alone.
+        weight: [P, H] of this shard, whose true rows are summed once, when S first asks; None: the row kernel
+            sums the logits.
         shard: the rows of the weight.
         logit_scale: factor of the logits.
     """
@@ -40,6 +41,7 @@ class Mean(Extra):
     ) -> None:
         self._vocab_size, self._logit_scale = vocab_size, logit_scale
         self._weight, self._shard = weight, shard
+        self.row_column = LOGIT_SUM if weight is None else None
 
     @cached_property
     def _weight_sum(self) -> Tensor:
@@ -56,8 +58,10 @@ class Mean(Extra):
         return columns.squeeze(2).sum(0).div_(self._vocab_size)
 
     def uniform(self, slope: Tensor) -> Tensor:
-        """[n] what every true id gets."""
         return slope / self._vocab_size
+
+    def bound(self, slope: Tensor, vocab_size: int) -> Tensor:
+        return slope.abs()
 
     def add_input_gradient_(self, grad: Tensor, slope: Tensor) -> None:
         grad.addr_(self.uniform(slope), self._weight_sum)

@@ -13,7 +13,14 @@ from torch import Tensor
 from megatron_vocabpar.layers.exponents import LN2_HIGH, LN2_LOW, LOG2_E, whole_exponent
 from megatron_vocabpar.layers.gemm import row_chunks
 from megatron_vocabpar.layers.kernels import reference
-from megatron_vocabpar.layers.kernels.reference import E_LOG_E, LARGEST, Exponentials, transform_logits_
+from megatron_vocabpar.layers.kernels.reference import (
+    E_LOG_E,
+    LARGEST,
+    LOGIT_SUM,
+    Exponentials,
+    log_weighted,
+    transform_logits_,
+)
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -74,13 +81,16 @@ def _direct(
     """
     if valid_rows < logits.shape[1]:
         logits[:, valid_rows:] = -torch.inf
+    more = {}
+    if LOGIT_SUM in columns:
+        more[LOGIT_SUM] = logits[:, :valid_rows].sum(1, keepdim=True)
     target_row = target_row.unsqueeze(1)
     column = target_row.clamp(0, valid_rows - 1)
     logit, owned = logits.gather(1, column), column == target_row
     logits.scatter_(1, column, logit.masked_fill(owned, -torch.inf))
-    asked = LARGEST in columns
-    largest = logits.amax(1, keepdim=True) if offset is None or asked else logits[:, :1]
-    k = whole_exponent(largest) if offset is None else offset.unsqueeze(1)
+    if offset is None or LARGEST in columns:
+        more[LARGEST] = logits.amax(1, keepdim=True)
+    k = whole_exponent(more[LARGEST]) if offset is None else offset.unsqueeze(1)
     values = logits if out is None else out
     if float(k.abs().amax()) < _SMALL_OFFSET:
         torch.add(-k, logits, alpha=LOG2_E, out=values)
@@ -90,7 +100,5 @@ def _direct(
     values.exp2_()  # subnormal numbers for ids 2^126 below the largest; the reference has 0
     numbers = [k, values.sum(1, keepdim=True), torch.where(owned, logit, 0), owned]
     if E_LOG_E in columns:
-        numbers.append(torch.special.xlogy(values, values).sum(1, keepdim=True))
-    if asked:
-        numbers.append(largest)
-    torch.cat(numbers, dim=1, out=stats)
+        more[E_LOG_E] = log_weighted(values).sum(1, keepdim=True)
+    torch.cat([*numbers, *(more[name] for name in columns)], dim=1, out=stats)

@@ -3,12 +3,12 @@
 A block of 256 KiB stays in the core's own cache from the first pass over it to the last. Numbers of a row are
 computed for all rows together, before or after the blocks. So a block's offsets are the maxima m of its rows;
 afterwards they are split into the powers of two of ``../softmax_stats.py``: m = k ln 2 + rest. The
-specification is ``reference.exponentials`` and the chunks of ``losses/summary.py``.
+specification is ``reference.logit_stats`` and ``reference.logit_gradient``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import log
 
 import torch
@@ -16,6 +16,10 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.exponents import log_of_power, subtract_power_log_, whole_exponent
 from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.kernels import cpu, reference
+from megatron_vocabpar.layers.kernels.reference import E_LOG_E
+from megatron_vocabpar.layers.numbers import RowGradient
+from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
 _EMPTY = -1e4
 """A rest for rows of -inf: its exponential is 0, and its product with a gradient finite."""
@@ -23,32 +27,23 @@ _EMPTY = -1e4
 _BLOCK_BYTES = 2**18  # in the dtype of the computation
 
 
-def softmax_sums(
-    logits: Tensor, target_row: Tensor, *, temperature: float, entropy: bool, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """One shard's statistics, without the target's own term.
-
-    Args:
-        logits: [n, P] fp16, bf16, fp32 or fp64, only read; P at least 1.
-        target_row: [n] int64 the target's column, -1 if another shard owns it.
-        temperature: divides the logits.
-        entropy: whether to sum ``e log e``.
-        out: [n, P] fp32 (fp64) memory for ``exp(Y - k ln 2 - rest)``, 0 for the target; or None.
-
-    Returns:
-        [n, 4], or 5 with the entropy, in fp32 (fp64): k, the sum of ``e = exp(Y) / 2^k``, the target's logit,
-        1 if it is owned, the sum of ``e log e``; and [n] the rests.
-    """
-    dtype = result_dtype(logits.dtype)
+def logit_stats(
+    logits: Tensor, target_row: Tensor, *, terms: LossTerms = PLAIN, columns: Sequence[str] = ()
+) -> Tensor:
+    """As ``reference.logit_stats``, to rounding; with a softcap or other columns by chunks of 4 MiB."""
+    dtype, entropy = result_dtype(logits.dtype), E_LOG_E in columns
+    if terms.softcap is not None or {*columns} - {E_LOG_E} or not logits.numel():
+        return reference.logit_stats(
+            logits, target_row, terms=terms, columns=columns, row_kernel=cpu.exponentials
+        )
     m, total, weighted = numbers = torch.empty(3, len(logits), 1, dtype=dtype, device=logits.device)
     column, owned = target_row.clamp(min=0).unsqueeze(1), (target_row >= 0).unsqueeze(1)
-    target = logits.gather(1, column).to(dtype).div_(temperature)
+    target = logits.gather(1, column).to(dtype).mul_(terms.logit_scale)
     tokens = (logits, column, target.masked_fill(owned, -torch.inf), *numbers)
-    blocks = _blocks(dtype, out, entropy, *tokens)
-    for e, x, y, at, value, largest, sum_, weighted_sum in blocks:
+    for e, x, y, at, value, largest, sum_, weighted_sum in _blocks(dtype, None, entropy, *tokens):
         e.copy_(y)
-        if temperature != 1:
-            e.div_(temperature)
+        if terms.logit_scale != 1:
+            e.mul_(terms.logit_scale)
         e.scatter_(1, at, value)
         torch.amax(e, 1, keepdim=True, out=largest)
         largest.clamp_(min=torch.finfo(dtype).min)  # of a row of -inf
@@ -59,44 +54,36 @@ def softmax_sums(
     k = whole_exponent(m)
     rest = subtract_power_log_(m, k).clamp_(min=_EMPTY)
     factor = rest.exp()
-    columns = [k, factor * total, torch.where(owned, target, 0), owned]
+    stats = [k, factor * total, torch.where(owned, target, 0), owned]
     if entropy:
-        columns.append(factor * (weighted + rest * total))
-    return torch.cat(columns, dim=1), rest.squeeze(1)
+        stats.append(factor * (weighted + rest * total))
+    return torch.cat(stats, dim=1)
 
 
-def softmax_gradient_(
+def logit_gradient(
     out: Tensor,
-    logits: Tensor | None,
+    logits: Tensor,
+    target_row: Tensor,
     k: Tensor,
-    constant: Tensor,
-    factor: Tensor | None,
+    gradient: RowGradient,
+    uniform: Tensor | None = None,
     *,
-    temperature: float,
+    terms: LossTerms = PLAIN,
 ) -> None:
-    """Write ``e (constant + factor log e)``, for ``e = exp(Y - k ln 2 - rest_of(k))``; 0 where e is 0.
-
-    Args:
-        out: [n, P] like the logits; without logits it holds the fp32 (fp64) exponentials, of any offset.
-        logits: [n, P], only read, or None.
-        k: [n] whole numbers.
-        constant, factor: [n, 1] fp32 (fp64); a factor of None is 0.
-        temperature: divides the logits.
-    """
-    dtype = constant.dtype
-    narrow = out.dtype != dtype
-    read = out if logits is None else logits
-    tokens = (read, out, log_of_power(k).unsqueeze(1), constant, constant if factor is None else factor)
+    """As ``reference.logit_gradient``, to rounding; with a softcap or ``uniform`` by chunks of 4 MiB."""
+    if terms.softcap is not None or uniform is not None or not logits.numel():
+        reference.logit_gradient(
+            out, logits, target_row, k, gradient, uniform, terms=terms, row_kernel=cpu.exponentials
+        )
+        return
+    dtype, narrow, offset = k.dtype, out.dtype != k.dtype, log_of_power(k)
+    constant, factor = _relative_to(subtract_power_log_(offset.clone(), k), gradient)
+    tokens = (logits, out, offset.unsqueeze(1), constant, constant if factor is None else factor)
     blocks = _blocks(dtype, None if narrow else out, factor is not None, *tokens)
     for e, x, y, into, largest, constant_, factor_ in blocks:
-        if logits is None:
-            if factor is not None:
-                torch.clamp(e, min=torch.finfo(dtype).tiny, out=x).log_().mul_(factor_).add_(constant_)
-            e.mul_(constant_ if factor is None else x)
-            continue
         e.copy_(y)
-        if temperature != 1:
-            e.div_(temperature)
+        if terms.logit_scale != 1:
+            e.mul_(terms.logit_scale)
         e.sub_(largest)
         if factor is None:
             e.exp_().mul_(constant_)
@@ -105,11 +92,19 @@ def softmax_gradient_(
             e.clamp_(min=_lowest(dtype)).mul_(factor_).add_(constant_).mul_(x)
         if narrow:
             into.copy_(e)
+    # the target's own E was not left out
+    owned = target_row >= 0
+    at = torch.arange(len(k), device=k.device), target_row.clamp(min=0)
+    out[at] = torch.where(owned, gradient.target.to(out.dtype), out[at])
 
 
-def rest_of(k: Tensor) -> Tensor:
-    """The rounded offset of ``softmax_gradient_`` minus k ln 2."""
-    return subtract_power_log_(log_of_power(k), k)
+def _relative_to(rest: Tensor, gradient: RowGradient) -> tuple[Tensor, Tensor | None]:
+    """[n, 1] factors for ``e = exp(Y - k ln 2 - rest)``: a rounded k ln 2 differs from it by ``rest`` [n]."""
+    scale = rest.exp()
+    if gradient.logs is None:
+        return (scale * gradient.row).unsqueeze(1), None
+    logs = scale * gradient.logs
+    return (scale * gradient.row + rest * logs).unsqueeze(1), logs.unsqueeze(1)
 
 
 def _lowest(dtype: torch.dtype) -> float:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers import numbers
 from megatron_vocabpar.layers.kernels import cpu, cpu_softmax, reference
 from megatron_vocabpar.layers.kernels.reference import Exponentials
 from megatron_vocabpar.layers.numbers import RowGradient, Softmax
@@ -46,8 +46,10 @@ class RowKernels:
     prepare: Callable[..., Tensor]
     merge: Callable[..., Softmax]
     row_gradient: Callable[..., RowGradient]
-    softmax: ModuleType | None = None
-    """The functions of ``cpu_softmax.py``, for whole shards of logits; None if chunks of them are used."""
+    entropy_gradient: Callable[..., RowGradient]
+    curved_rows: Callable[..., Tensor]
+    logit_stats: Callable[..., Tensor]
+    logit_gradient: InPlace
 
 
 REFERENCE = RowKernels(
@@ -60,8 +62,18 @@ REFERENCE = RowKernels(
     reference.prepare,
     reference.merge,
     reference.row_gradient,
+    numbers.entropy_gradient,
+    reference.curved_rows,
+    reference.logit_stats,
+    reference.logit_gradient,
 )
-CPU = replace(REFERENCE, name="cpu", exponentials=cpu.exponentials, softmax=cpu_softmax)
+CPU = replace(
+    REFERENCE,
+    name="cpu",
+    exponentials=cpu.exponentials,
+    logit_stats=cpu_softmax.logit_stats,
+    logit_gradient=cpu_softmax.logit_gradient,
+)
 
 _chosen: ContextVar[RowKernels | None] = ContextVar("row kernels chosen by use_kernels", default=None)
 
@@ -73,7 +85,12 @@ def triton_kernels() -> RowKernels:
     Raises:
         ImportError: if Triton is not installed.
     """
-    from megatron_vocabpar.layers.kernels import triton_exponentials, triton_rows, triton_stats
+    from megatron_vocabpar.layers.kernels import (
+        triton_exponentials,
+        triton_gradients,
+        triton_rows,
+        triton_stats,
+    )
 
     return RowKernels(
         "triton",
@@ -85,6 +102,10 @@ def triton_kernels() -> RowKernels:
         triton_rows.prepare,
         triton_stats.merge,
         triton_stats.row_gradient,
+        triton_stats.entropy_gradient,
+        triton_gradients.curved_rows,
+        triton_gradients.logit_stats,
+        triton_gradients.logit_gradient,
     )
 
 
@@ -154,3 +175,7 @@ scale_rows = _served(reference.scale_rows, 1)
 scatter_add_rows_ = _served(reference.scatter_add_rows_, 0, 2)
 merge = _served(reference.merge, 0)
 row_gradient = _served(reference.row_gradient, 2)
+entropy_gradient = _served(numbers.entropy_gradient, 3)
+curved_rows = _served(reference.curved_rows, 1)
+logit_stats = _served(reference.logit_stats, 0)
+logit_gradient = _served(reference.logit_gradient, 3)

@@ -1,7 +1,8 @@
 """The row kernels of the vocabulary layers in plain PyTorch: this is the specification.
 
 Device kernels have the same signatures and must give the same results; each function below is one kernel, and
-numbered steps are the kernel's. One more, ``row_gradient``, is in ``layers/numbers.py``.
+numbered steps are the kernel's. Two more, ``row_gradient`` and ``entropy_gradient``, are in
+``layers/numbers.py``.
 
 Source: sections 4.3 and 4.4 of the paper (the S pass; equations 1 to 6 are the merge), with integer offsets
 and without the target's term.
@@ -10,7 +11,7 @@ Read ``../exponents.py`` first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,9 @@ from megatron_vocabpar.layers.exponents import (
     power_of_two,
     split_exponent,
 )
-from megatron_vocabpar.layers.gemm import result_dtype
+from megatron_vocabpar.layers.gemm import result_dtype, row_chunks, transient_bytes
 from megatron_vocabpar.layers.numbers import (
+    STATS_WIDTH,
     Gradient,
     RowGradient,
     Softmax,
@@ -34,6 +36,9 @@ from megatron_vocabpar.layers.numbers import (
 )
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+
+_CACHED_BYTES = 2**22
+"""A chunk of logits in the statistics' dtype that stays in a CPU's cache."""
 
 HEADROOM = {torch.float16: 14, torch.float8_e4m3fn: 8}
 """Exponents by which stored values may exceed 1, for storage with few exponents below 1.
@@ -50,12 +55,13 @@ later exponent exceeds it by more. Stored values are then up to 2^8, which costs
 """
 
 
-E_LOG_E, LARGEST = "sum of E ln E", "largest logit"
-ROW_COLUMNS = (E_LOG_E, LARGEST)
+E_LOG_E, LARGEST, LOGIT_SUM = "sum of E ln E", "largest logit", "sum of logits"
+ROW_COLUMNS = (E_LOG_E, LARGEST, LOGIT_SUM)
 """Further numbers of a row that ``exponentials`` leaves if asked, in the order of their columns.
 
-The sum of unrounded E ln E, and the largest transformed logit; neither counts the target. The largest is
--inf, or the lowest finite number, of a row without an id; where a logit is NaN it is any number.
+The sum of unrounded E ln E and the largest transformed logit, of the ids but the target; the sum of all
+transformed logits. The largest is -inf, or the lowest finite number, of a row without an id; where a logit is
+NaN it is any number.
 """
 
 
@@ -89,6 +95,14 @@ class Exponentials(NamedTuple):
     def target_logit(self) -> Tensor:
         """[n] the target's transformed logit, 0 if another shard owns it."""
         return self.stats[:, 2]
+
+
+def log_weighted(e: Tensor) -> Tensor:
+    """E ln E, 0 where E is 0.
+
+    Not by ``xlogy``, which on the CPU is slower, and rounds the last few elements of a tensor differently.
+    """
+    return e.clamp(min=torch.finfo(e.dtype).tiny).log_().mul_(e)
 
 
 def transform_logits_(logits: Tensor, terms: LossTerms) -> Tensor | None:
@@ -188,10 +202,12 @@ def exponentials(
     if slope is not None:
         target_slope = take_target_(slope, target_row, valid_rows)
         slope.masked_fill_(slope == -torch.inf, 0)
+    more = {}
+    if LOGIT_SUM in columns:
+        more[LOGIT_SUM] = logits[:, :valid_rows].sum(dim=1)
     target_logit = take_target_(logits, target_row, valid_rows)
     # 2. y = (q + f) ln 2
     q, r = split_exponent(logits)
-    more = {}
     if LARGEST in columns:
         more[LARGEST] = (
             logits.amax(dim=1) if logits.shape[1] else logits.new_full(target_row.shape, -torch.inf)
@@ -203,7 +219,7 @@ def exponentials(
     # 5. sum the unrounded values, store the rounded ones
     s_rest = values.sum(dim=1)
     if E_LOG_E in columns:
-        more[E_LOG_E] = torch.special.xlogy(values, values).sum(dim=1)
+        more[E_LOG_E] = log_weighted(values).sum(dim=1)
     if out is not None:
         out.copy_(values if slope is None else values.mul_(slope))
     owner = is_owned(target_row, valid_rows).to(k.dtype)
@@ -211,6 +227,106 @@ def exponentials(
     stats = logits.new_empty((len(logits), len(numbers))) if stats is None else stats
     stats.copy_(torch.stack(numbers, dim=1))
     return Exponentials(out, stats, target_slope)
+
+
+def curved_rows(e: Tensor, row: Tensor, logs: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``E (row + logs ln E)``, 0 where E is 0: dY of stored exponentials but for the target.
+
+    Args:
+        e: [n, P], untouched unless it is ``out``.
+        row, logs: [n] fp32 or fp64 factors; without ``logs`` they are 0.
+        out: [n, P] of any floating dtype; None allocates it in that of E.
+    """
+    wide = e.to(row.dtype)
+    factor = row.unsqueeze(1)
+    if logs is not None:
+        curve = wide.clamp(min=torch.finfo(wide.dtype).tiny).log_()
+        factor = curve.mul_(logs.unsqueeze(1)).add_(factor)
+    if out is not None and out.dtype == wide.dtype:
+        return torch.mul(wide, factor, out=out)
+    value = wide * factor
+    return value.to(e.dtype) if out is None else out.copy_(value)
+
+
+def logit_stats(
+    logits: Tensor,
+    target_row: Tensor,
+    *,
+    terms: LossTerms = PLAIN,
+    columns: Sequence[str] = (),
+    row_kernel: Callable[..., Exponentials] = exponentials,
+) -> Tensor:
+    """``Exponentials.stats`` of logits that are only read: [n, 4 + columns] fp32 (fp64 for fp64).
+
+    Args:
+        logits: [n, P] fp16, bf16, fp32 or fp64, of true ids alone.
+        target_row, terms, columns: as for ``exponentials``.
+        row_kernel: an implementation of ``exponentials``.
+    """
+    dtype = result_dtype(logits.dtype)
+    stats = logits.new_empty((len(logits), STATS_WIDTH + len(columns)), dtype=dtype)
+    for rows, y in _chunks_of(logits, dtype):
+        y.copy_(logits[rows])
+        transform_logits_(y, terms)
+        row_kernel(y, target_row[rows], y.shape[1], dtype=dtype, stats=stats[rows], columns=columns)
+    return stats
+
+
+def logit_gradient(
+    out: Tensor,
+    logits: Tensor,
+    target_row: Tensor,
+    k: Tensor,
+    gradient: RowGradient,
+    uniform: Tensor | None = None,
+    *,
+    terms: LossTerms = PLAIN,
+    row_kernel: Callable[..., Exponentials] = exponentials,
+) -> None:
+    """dY of logits that exist: ``E (row + logs ln E) + uniform``, and ``target`` at the target, by the cap.
+
+    Args:
+        out: [n, P], overwritten: dY, in any floating dtype; perhaps ``logits`` itself.
+        logits: [n, P] of true ids alone; E is ``exp(Y) / 2^k`` of the transformed ones, 0 for the target.
+        target_row: [n] int64 as for ``exponentials``.
+        k: [n] whole offsets, at least the rows' own.
+        gradient: by the transformed logits.
+        uniform: [n] what every id gets; None is 0.
+        terms: have scale and softcap of the logits. dY is by logits behind their scale, and before the cap.
+        row_kernel: an implementation of ``exponentials``.
+    """
+    for rows, place in _chunks_of(logits, k.dtype):
+        y = out[rows] if out.dtype == k.dtype else place
+        y.copy_(logits[rows])
+        cap = transform_logits_(y, terms)
+        row_kernel(y, target_row[rows], y.shape[1], k[rows], dtype=y.dtype, out=y)
+        curved_rows(y, gradient.row[rows], None if gradient.logs is None else gradient.logs[rows], y)
+        if uniform is not None:
+            y += uniform[rows].unsqueeze(1)
+        add_targets_(y, target_row[rows], gradient.target[rows])
+        if cap is not None:
+            y.mul_(cap)
+        if y is place:
+            out[rows].copy_(y)
+
+
+def _chunks_of(logits: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Chunks of rows, and a place for each: memory of one, as fresh pages cost more than the arithmetic."""
+    size = _CACHED_BYTES if logits.device.type == "cpu" else transient_bytes(logits.device)
+    chunks, place = row_chunks(*logits.shape, transient_bytes=size), None
+    for rows in chunks:
+        if place is None:
+            place = logits.new_empty((rows.stop - rows.start, logits.shape[1]), dtype=dtype)
+        yield rows, place[: rows.stop - rows.start]
+
+
+def add_targets_(grad: Tensor, row: Tensor, values: Tensor) -> None:
+    """Add each owned target's value to its column of ``grad`` [n, P], in place."""
+    if grad.shape[1] == 0:
+        return
+    # Not scatter_, which copies all of a 16-bit tensor on the CPU.
+    at = torch.arange(len(row), device=row.device), row.clamp(0, grad.shape[1] - 1)
+    grad[at] += torch.where(is_owned(row, grad.shape[1]), values, 0).to(grad.dtype)
 
 
 def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
@@ -351,7 +467,8 @@ def prepare(main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: Gradi
 def _factors(gradient: Gradient) -> tuple[Tensor | None, Tensor]:
     if isinstance(gradient, TargetGradient):
         return None, gradient.target
-    return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient.arguments())
+    factors = gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient.arguments())
+    return factors.row, factors.target
 
 
 def _first_of_equals(rows: Tensor) -> Tensor:

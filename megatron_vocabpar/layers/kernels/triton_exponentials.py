@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers import exponents
 from megatron_vocabpar.layers.kernels.launcher import launched
-from megatron_vocabpar.layers.kernels.reference import E_LOG_E, HEADROOM, LARGEST, LEEWAY, Exponentials
+from megatron_vocabpar.layers.kernels.reference import HEADROOM, LEEWAY, ROW_COLUMNS, Exponentials
 from megatron_vocabpar.layers.numbers import STATS_WIDTH
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 
@@ -41,7 +41,7 @@ _MAX_BLOCK_SMALL = 2048
 
 
 @triton.jit
-def _transform(raw, logit_scale, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def transform(raw, logit_scale, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scaled and capped logits. NaN stays NaN; what is masked becomes -inf, or as good as that."""
     y = raw * logit_scale
     if SOFTCAP:
@@ -52,7 +52,7 @@ def _transform(raw, logit_scale, softcap, SOFTCAP: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _slope(y, logit_scale, softcap):  # type: ignore[no-untyped-def]
+def cap_slope(y, logit_scale, softcap):  # type: ignore[no-untyped-def]
     """Slope of the cap at untransformed logits: 1 - tanh^2, also where tanh rounds to 1."""
     decay = tl.exp2(tl.abs(y * logit_scale) / softcap * (-2.0 * _LOG2_E))
     return 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
@@ -115,36 +115,40 @@ def _row_of_exponentials(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     CLAMP: tl.constexpr,
     E_LOG_E: tl.constexpr,
+    LOGIT_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One pass: stores rounded E; returns the sums of E and of E ln E, unrounded, and the largest logit."""
+    """One pass: stores rounded E; returns the sums of E and E ln E, unrounded, of logits, and the largest."""
     block = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
+    summed = tl.zeros([BLOCK], tl.float32)
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + block
-        y = tl.load(row_logits + column, mask=column < columns, other=0.0)
+        y = tl.load(row_logits + column, mask=column < columns, other=0.0).to(tl.float32)
         y = _keep(y, column, start, valid_rows, target, BLOCK=BLOCK)
-        capped = _transform(y, logit_scale, softcap, SOFTCAP=SOFTCAP)
+        capped = transform(y, logit_scale, softcap, SOFTCAP=SOFTCAP)
         value = exponential(capped, k, CLAMP=CLAMP)
         total += value
         if E_LOG_E:
             weighted += tl.where(value == 0.0, 0.0, value * remainder(capped, k))
+        if LOGIT_SUM:
+            summed += tl.where(y == MASKED, 0.0, capped)
         highest = tl.maximum(highest, capped)
         if STORE:
             if SOFTCAP:
-                value = value * _slope(y, logit_scale, softcap)
+                value = value * cap_slope(y, logit_scale, softcap)
             tl.store(row_e + column, value.to(row_e.dtype.element_ty), mask=column < columns)
-    return tl.sum(total, axis=0), tl.sum(weighted, axis=0), tl.max(highest, axis=0)
+    return tl.sum(total, axis=0), tl.sum(weighted, axis=0), tl.sum(summed, axis=0), tl.max(highest, axis=0)
 
 
 @launched(matrices=2, vectors=4)
 def _exponentials_kernel(  # type: ignore[no-untyped-def]
-    logits,  # [n, P] fp32
+    logits,  # [n, P] fp32, or 16 bits
     e,  # [n, P] storage dtype, written if STORE
     target_row,  # [n] int64
-    stats,  # [n, 4 to 6] fp32
+    stats,  # [n, 4 to 7] fp32
     offset,  # [n] fp32, read if HAS_OFFSET
     target_slope,  # [n] fp32, written if SOFTCAP
     logits_stride,
@@ -162,6 +166,7 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     E_LOG_E: tl.constexpr,
     LARGEST: tl.constexpr,
+    LOGIT_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -173,12 +178,13 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     target = tl.load(target_row + row)
     owned = (target >= 0) & (target < valid_rows)
     target = tl.where(owned, target, -1).to(tl.int32)
-    target_logit = tl.load(row_logits + target, mask=owned, other=0.0)
+    target_logit = tl.load(row_logits + target, mask=owned, other=0.0).to(tl.float32)
     tl.debug_barrier()  # E may take the logits' place below
-    tl.store(row_stats + 2, _transform(target_logit, logit_scale, softcap, SOFTCAP=SOFTCAP))
+    transformed = transform(target_logit, logit_scale, softcap, SOFTCAP=SOFTCAP)
+    tl.store(row_stats + 2, transformed)
     tl.store(row_stats + 3, owned.to(tl.float32))
     if SOFTCAP:
-        tl.store(target_slope + row, tl.where(owned, _slope(target_logit, logit_scale, softcap), 0.0))
+        tl.store(target_slope + row, tl.where(owned, cap_slope(target_logit, logit_scale, softcap), 0.0))
 
     # 2. and 3. the row's offset; a provisional one is that of the first block
     if HAS_OFFSET:
@@ -188,30 +194,34 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
         highest = tl.full([BLOCK], -float("inf"), tl.float32)
         for start in range(0, BLOCK if PROVISIONAL else columns, BLOCK):
             column = start + block
-            y = tl.load(row_logits + column, mask=column < columns, other=0.0)
+            y = tl.load(row_logits + column, mask=column < columns, other=0.0).to(tl.float32)
             highest = tl.maximum(highest, _keep(y, column, start, valid_rows, target, BLOCK=BLOCK))
-        k = exponent(_transform(tl.max(highest, axis=0), logit_scale, softcap, SOFTCAP=SOFTCAP))
+        k = exponent(transform(tl.max(highest, axis=0), logit_scale, softcap, SOFTCAP=SOFTCAP))
         k = tl.where(k == -_LIMIT, k, k - HEADROOM)
     tl.store(row_stats, k)
 
     # 4. and 5. exponentials
-    total, weighted, highest = _row_of_exponentials(
+    total, weighted, summed, highest = _row_of_exponentials(
         row_logits, row_e, columns, valid_rows, target, k, logit_scale, softcap,
-        STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=not PROVISIONAL, E_LOG_E=E_LOG_E, BLOCK=BLOCK,
+        STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=not PROVISIONAL,
+        E_LOG_E=E_LOG_E, LOGIT_SUM=LOGIT_SUM, BLOCK=BLOCK,
     )  # fmt: skip
     if PROVISIONAL:  # noqa: SIM102, one condition is the compiler's
         if highest * _LOG2_E - k > _LEEWAY:  # also for +inf
             k = exponent(highest)
             tl.store(row_stats, k)
-            total, weighted, _ = _row_of_exponentials(
+            total, weighted, _, _ = _row_of_exponentials(
                 row_logits, row_e, columns, valid_rows, target, k, logit_scale, softcap,
-                STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=True, E_LOG_E=E_LOG_E, BLOCK=BLOCK,
+                STORE=STORE, SOFTCAP=SOFTCAP, CLAMP=True,
+                E_LOG_E=E_LOG_E, LOGIT_SUM=False, BLOCK=BLOCK,
             )  # fmt: skip
     tl.store(row_stats + 1, total)
     if E_LOG_E:
         tl.store(row_stats + 4, weighted)
     if LARGEST:
         tl.store(row_stats + 4 + E_LOG_E, highest)
+    if LOGIT_SUM:
+        tl.store(row_stats + 4 + E_LOG_E + LARGEST, summed + transformed)  # 0 of another shard's target
 
 
 @cache
@@ -237,15 +247,19 @@ def exponentials(
     terms: LossTerms = PLAIN,
     columns: Sequence[str] = (),
 ) -> Exponentials:
-    """As ``reference.exponentials``, for fp32 logits whose rows are contiguous; they are left as they are."""
+    """As ``reference.exponentials``, for logits whose rows are contiguous; they are left as they are.
+
+    They may have 16 bits, too.
+    """
     n, ids = logits.shape
     e, e_dtype = (logits, None) if out is None else (out, out.dtype)
     (stride, step), (e_stride, e_step) = logits.stride(), e.stride()
-    assert logits.dtype == torch.float32, logits.dtype
+    assert logits.dtype != torch.float64, logits.dtype
     assert step == e_step == 1 or ids <= 1, (logits.stride(), e.stride())
-    stats = logits.new_empty((n, STATS_WIDTH + len(columns))) if stats is None else stats
+    if stats is None:
+        stats = logits.new_empty((n, STATS_WIDTH + len(columns)), dtype=torch.float32)
     softcap, headroom = terms.softcap, HEADROOM.get(logits.dtype if dtype is None else dtype, 0)
-    slope = None if softcap is None else logits.new_empty(n)
+    slope = None if softcap is None else stats.new_empty(n)
     if n:
         block, given = _block_of(ids, softcap is not None), stats if offset is None else offset
         _exponentials_kernel(
@@ -257,7 +271,7 @@ def exponentials(
             # Storage without headroom has fp32's exponents. E in the logits' place leaves no second pass.
             (headroom, offset is not None,
              offset is None and not headroom and e_dtype != torch.float32,
-             out is not None, softcap is not None, E_LOG_E in columns, LARGEST in columns, block),
+             out is not None, softcap is not None, *[name in columns for name in ROW_COLUMNS], block),
             8 if block >= 2048 else 4,
         )  # fmt: skip
     return Exponentials(out, stats, slope)

@@ -19,6 +19,7 @@ from megatron_vocabpar.layers.numbers import (
     RowGradient,
     Slopes,
     Softmax,
+    TargetGradient,
     TokenGradient,
     empty_softmax,
 )
@@ -157,6 +158,32 @@ def _row_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(target_out + token, target, mask=inside)
 
 
+@launched(matrices=0, vectors=10, counts=1)
+def _entropy_gradient_kernel(  # type: ignore[no-untyped-def]
+    k, offset, total, nll, valid, entropy, slope,  # [n] fp32, ``valid`` boolean
+    row_out, target_out, logs_out,  # [n] fp32
+    n,
+    k_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < n
+    q = tl.load(k + token * k_stride, mask=inside, other=0.0)
+    q -= tl.load(offset + token, mask=inside, other=0.0)
+    s = tl.load(total + token, mask=inside, other=1.0)
+    nats = tl.load(entropy + token, mask=inside, other=0.0)
+    g = tl.load(slope + token, mask=inside, other=0.0)
+    loss = tl.load(nll + token, mask=inside, other=0.0)
+    counts = (g != 0.0) & (s != 0.0)
+    logs = tl.where(counts, -g * tl.div_rn(power_of_two(q), s), 0.0)
+    row = tl.where(counts, logs * (_log_of_power(q) - tl.log(s) + nats), 0.0)
+    p = tl.where(tl.load(valid + token, mask=inside, other=0) != 0, tl.exp(-loss), 0.0)
+    bend = tl.where(p == 0.0, 0.0, p * (nats - loss))
+    tl.store(row_out + token, row, mask=inside)
+    tl.store(target_out + token, -tl.where(counts, g * bend, 0.0), mask=inside)
+    tl.store(logs_out + token, logs, mask=inside)
+
+
 def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     """As ``reference.merge``, for fp32 statistics."""
     ranks, n, _ = gathered.shape
@@ -173,7 +200,8 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
 def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor, ...], int, tuple[int, ...]]:
     """What ``factors`` takes: nine tensors, k's stride and three constants."""
     if not isinstance(gradient, TokenGradient):
-        row, target = gradient[0], gradient[-1]
+        target = gradient.target
+        row = target if isinstance(gradient, TargetGradient) else gradient.row
         return (row,) * 4 + (target,) + (row,) * 4, row.stride(0), (False, False, False)
     return _computed_factors(*gradient)
 
@@ -200,3 +228,14 @@ def row_gradient(
         grid = -(-n // _BLOCK), 1
         _row_gradient_kernel(grid, (*tensors, row, target), (n,), (stride,), (*flags, _BLOCK))
     return RowGradient(row, target)
+
+
+def entropy_gradient(softmax: Softmax, entropy: Tensor, slope: Tensor, k: Tensor) -> RowGradient:
+    """As ``numbers.entropy_gradient``, for fp32 statistics."""
+    n = k.shape[0]
+    row, target, logs = torch.empty((3, n), dtype=k.dtype, device=k.device).unbind()
+    if n:
+        of_softmax = softmax.offset, softmax.total, softmax.nll, softmax.valid
+        tensors = (k, *of_softmax, entropy.contiguous(), slope.float().contiguous(), row, target, logs)
+        _entropy_gradient_kernel((-(-n // _BLOCK), 1), tensors, (n,), (k.stride(0),), (_BLOCK,))
+    return RowGradient(row, target, logs)

@@ -39,7 +39,8 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import Extra, in_columns, row_columns
 from megatron_vocabpar.layers.gemm import exact, result_dtype
-from megatron_vocabpar.layers.kernels.dispatch import row_gradient
+from megatron_vocabpar.layers.kernels.dispatch import curved_rows, row_gradient
+from megatron_vocabpar.layers.kernels.reference import E_LOG_E
 from megatron_vocabpar.layers.numbers import (
     STATS_WIDTH,
     Gradient,
@@ -64,8 +65,11 @@ from megatron_vocabpar.layers.operands import (
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.stored import StoredExponentials
 
-_E = "E"
-"""The name of A = E W among the products; those of curves have their extras' names."""
+_E, _E_LOG_E = "E", "E ln E"
+"""The names of the products: A = E W, and that of E ln E with W."""
+
+_LARGEST_LOG = 16.0
+"""More than ln E of any E in fp16, a power of two: E ln E divided by it fits where E does."""
 
 _WORTH_BYTES = 48 * 2**20
 """What two launches more have to spare: an H200's memory takes 13 us for it."""
@@ -81,7 +85,7 @@ class OutputState(NamedTuple):
         e: [n, P] operand dtype; exponentials, zero for the target and padding. None if T recomputes them.
         target_slope: [n] slope of the softcap at the target's logit, with a softcap.
         products: [n, H] each, fp32 (fp64 for fp64), with ``with_input_gradient`` (vocab-2): A = E W, and
-            those of curves of E.
+            that of E ln E.
         extras: the further numbers.
     """
 
@@ -133,11 +137,11 @@ class OutputState(NamedTuple):
         check_gradient_place(out, tokens.x, softmax)
         grad = torch.empty_like(tokens.x, dtype=softmax.total.dtype) if out is None else out
         gradient, curves = _gradient(self, softmax, slopes, asked)
-        weight, a = tokens.true_rows(self.weight), self.products.get(_E)
-        if a is not None and all(extra.name in self.products for extra, _ in curves):
+        weight, a, logs = tokens.true_rows(self.weight), self.products.get(_E), _logs(gradient)
+        if a is not None and not curves and (logs is None or _E_LOG_E in self.products):
             tokens.kernels.finish(grad, a, weight, tokens.targets, gradient)
-            for extra, factor in curves:
-                grad.addcmul_(self.products[extra.name], factor.unsqueeze(1))
+            if logs is not None:
+                grad.addcmul_(self.products[_E_LOG_E], logs.unsqueeze(1))
         else:
             gradient, pieces = _scaled_exponentials(self, softmax, gradient, curves, grad.dtype.itemsize)
             for rows, e in pieces:
@@ -165,9 +169,9 @@ class OutputState(NamedTuple):
         gradient, curves = _gradient(self, softmax, slopes, asked)
         gradient, pieces = _scaled_exponentials(self, softmax, gradient, curves, x.dtype.itemsize)
         if x.dtype == torch.float16 and not isinstance(gradient, TargetGradient):
-            row, target = _factors(gradient)
-            row, undo = tokens.kernels.lift(x, row)
-            gradient = RowGradient(row, target)
+            gradient = _factors(gradient)
+            row, undo = tokens.kernels.lift(x, gradient.row)
+            gradient = RowGradient(row, gradient.target)
         x = tokens.kernels.prepare(true_rows, x, tokens.targets, gradient)
         for rows, e in pieces:
             tokens.add_weight_gradient_(true_rows, e, part_of(x, rows), undo)
@@ -231,32 +235,36 @@ def passes_of(
         tokens.input_gradient(e, true_rows, a)  # in one product: a chunk's is too small to fill a GPU
     products = {} if a is None else {_E: a}
     state = OutputState(tokens, weight, stats, e, joined_slopes(slopes), products, extras)
-    if a is not None:
-        early = [extra for extra in extras if extra.name in options.gradients]
-        products |= {extra.name: _product_of(state, extra) for extra in early}
+    if a is not None and any(
+        extra.row_column == E_LOG_E for extra in extras if extra.name in options.gradients
+    ):
+        products[_E_LOG_E] = _product_of_logs(state)
     own = [extra.keep(tokens) for extra in in_columns(extras) if extra.row_column is None]
     return state if keep else None, torch.cat([stats, *own], 1) if own else stats
 
 
-def _product_of(state: OutputState, extra: Extra) -> Tensor:
-    """[n, H] an extra's curve of E times the weight; the curve is rounded when divided by ``largest``."""
-    stored, weight, largest = state.stored, state.tokens.true_rows(state.weight), extra.largest
-    assert largest is not None
-    out = state.x.new_empty(state.x.shape, dtype=state.k.dtype)
+def _product_of_logs(state: OutputState) -> Tensor:
+    """[n, H] E ln E times the weight; E ln E is rounded when divided by ``_LARGEST_LOG``."""
+    stored, weight, out = (
+        state.stored,
+        state.tokens.true_rows(state.weight),
+        torch.empty_like(state.products[_E]),
+    )
+    nothing, logs = torch.zeros_like(state.k), torch.full_like(state.k, 1 / _LARGEST_LOG)
     for rows in stored.chunks():
-        curve = extra.of_exponentials(stored.wide(rows)).div_(largest)
-        state.tokens.input_gradient(curve.to(stored.e.dtype), weight, out[rows])
-    return out.mul_(largest)
+        curve = curved_rows(stored.e[rows], nothing[rows], logs[rows])
+        state.tokens.input_gradient(curve, weight, out[rows])
+    return out.mul_(_LARGEST_LOG)
 
 
 Curves = list[tuple[Extra, Tensor]]
-"""Extras whose slopes add curves of E to dY, with their factors [n]."""
+"""Extras that add curves to dY, with their slopes [n]."""
 
 
 def _gradient(
     state: OutputState, softmax: Softmax, slopes: Slopes, asked: Sequence[tuple[Extra, Tensor]]
-) -> tuple[Gradient, Curves]:
-    """dY of this shard: ``row E + sum of factor * curve(E)``, and ``target`` at the owned targets.
+) -> tuple[TokenGradient | RowGradient, Curves]:
+    """dY of this shard: ``E (row + logs ln E)`` and the curves; and ``target`` at the owned targets.
 
     Args:
         asked: the extras that have a slope.
@@ -265,13 +273,17 @@ def _gradient(
     curves = []
     for extra, slope in asked:
         if (more := extra.gradient(softmax, slope, state.k)) is not None:
-            gradient = RowGradient(*more.added_to(*_factors(gradient)))
-            curves.append((extra, more.curve))
+            gradient = _factors(gradient).plus(more)
+        if extra.has_curve:
+            curves.append((extra, slope))
     return gradient, curves
 
 
-def _factors(gradient: Gradient) -> RowGradient:
-    assert not isinstance(gradient, TargetGradient), "its row is in the exponentials"
+def _logs(gradient: TokenGradient | RowGradient) -> Tensor | None:
+    return gradient.logs if isinstance(gradient, RowGradient) else None
+
+
+def _factors(gradient: TokenGradient | RowGradient) -> RowGradient:
     return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient.arguments())
 
 
@@ -300,7 +312,7 @@ def _scaled_exponentials(
     Args:
         item_bytes: bytes of an item of what would be scaled in place of E, [n, H].
     """
-    if curves:
+    if curves or _logs(gradient) is not None:
         return _mixed(state.stored, softmax, _factors(gradient), curves)
     tokens, pieces = state.tokens, _exponentials(state)
     x, of_e = tokens.x, tokens.shard.rows * tokens.x.dtype.itemsize
@@ -308,35 +320,35 @@ def _scaled_exponentials(
     spared = 2 * n * (hidden * item_bytes - of_e)  # it is read and written
     if spared <= _WORTH_BYTES or x.dtype == torch.float16 or tokens.options.fp8_weight is not None:
         return gradient, pieces
-    (row, target), kept, scale_rows = _factors(gradient), state.e is not None, tokens.kernels.scale_rows
-    scaled = ((rows, scale_rows(e, part_of(row, rows), None if kept else e)) for rows, e in pieces)
-    return TargetGradient(target), scaled
+    factors, kept, scale_rows = _factors(gradient), state.e is not None, tokens.kernels.scale_rows
+    scaled = ((rows, scale_rows(e, part_of(factors.row, rows), None if kept else e)) for rows, e in pieces)
+    return TargetGradient(factors.target), scaled
 
 
 def _mixed(
     stored: StoredExponentials, softmax: Softmax, gradient: RowGradient, curves: Curves
 ) -> tuple[Gradient, Iterator[tuple[slice, Tensor]]]:
-    """``row E`` and all ``factor curve(E)``: chunks [c, P] no larger than E, and what scales them [n].
+    """``E (row + logs ln E)`` and the curves: chunks [c, P] no larger than E, and what they lack.
 
-    Nothing does where the size of a curve is not known: its E has the exponents of fp32.
+    In fp16 they could be too small; so they are divided by the largest factor of their row, which is scaled
+    later. Curves have no such bound, and are refused for such E.
     """
-    row, factors, scale = gradient.row, [factor for _, factor in curves], None
-    bounds = [extra.largest * f.abs() for extra, f in curves if extra.largest is not None]
-    if len(bounds) == len(factors):
-        scale = row.abs() + sum(bounds)
+    scale, (row, target, logs) = None, gradient
+    if logs is not None and torch.finfo(stored.e.dtype).tiny > torch.finfo(row.dtype).tiny:
+        scale = row.abs().add_(logs.abs(), alpha=_LARGEST_LOG)
         divisor = torch.where(scale > 0, scale, 1)
-        row, factors = row / divisor, [factor / divisor for factor in factors]
+        row, logs = row / divisor, logs / divisor
 
     def chunks() -> Iterator[tuple[slice, Tensor]]:
         for rows in stored.chunks():
-            e = stored.wide(rows)
-            mixture = e * row[rows].unsqueeze(1)
-            for (extra, _), factor in zip(curves, factors, strict=True):
-                curve = extra.curve(e, factor[rows].unsqueeze(1), stored, softmax, rows)
+            e = stored.e[rows]
+            out = torch.empty_like(e, dtype=row.dtype) if curves else None
+            mixture = curved_rows(e, row[rows], None if logs is None else logs[rows], out)
+            for extra, slope in curves:
+                curve = extra.curve(stored, softmax, slope, rows)
                 mixture[:, : curve.shape[1]] += curve
-            yield rows, mixture.to(stored.e.dtype)
+            yield rows, mixture.to(e.dtype)
 
-    target = gradient.target
     return TargetGradient(target) if scale is None else RowGradient(scale, target), chunks()
 
 
