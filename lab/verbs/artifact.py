@@ -19,7 +19,7 @@ from lab.paper.runner import Site, run
 from lab.paper.table import draw_losses, mfu, print_results
 from megatron_vocabpar import __version__
 from megatron_vocabpar.cli.files import FORMAT
-from megatron_vocabpar.megatron_lm.needed import remedy
+from megatron_vocabpar.megatron_lm.requirements import remedy
 
 _PATH = click.Path(path_type=Path)
 _PEAK = click.option(

@@ -15,7 +15,6 @@ from pathlib import Path
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, tell
-from megatron_vocabpar.megatron_lm import te_version
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding
 from megatron_vocabpar.megatron_lm.checkout import (
     holds_core,
@@ -25,7 +24,7 @@ from megatron_vocabpar.megatron_lm.checkout import (
     takes_by_value,
     training_script,
 )
-from megatron_vocabpar.megatron_lm.needed import remedy
+from megatron_vocabpar.megatron_lm.requirements import installed_te, remedy, te_line, te_named_by
 
 _LINE = "import megatron_vocabpar.adaptor"
 
@@ -100,7 +99,7 @@ def _look_at(megatron: Path) -> None:
     for binding in BINDINGS:
         if source_file(megatron, binding.module) is not None and binding.is_in(version):
             click.echo("\n".join(_lines(megatron, binding)))
-    click.echo(te_version.line(te_version.installed(), *te_version.named_by(megatron)))
+    click.echo(te_line(installed_te(), *te_named_by(megatron)))
     click.echo(_door(megatron))
 
 

@@ -29,9 +29,9 @@ from megatron_vocabpar.megatron_lm.bindings import Binding, recognise
 from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, config_from_argv, spell
+from megatron_vocabpar.megatron_lm.optimizer_buckets import metadata_with_buckets, state_of_own_buckets
 from megatron_vocabpar.megatron_lm.patch import Patch, has_name, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.replacements import model_class
-from megatron_vocabpar.megatron_lm.saved_buckets import metadata_with_buckets, state_of_own_buckets
 from megatron_vocabpar.option import asked_for
 from megatron_vocabpar.runtime.agreement import agree, versions
 

@@ -15,17 +15,20 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, recognise
-from megatron_vocabpar.megatron_lm.buckets import wrapped_in_buckets
 from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import chain
 from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place, place_layers
+from megatron_vocabpar.megatron_lm.optimizer_buckets import (
+    metadata_with_buckets,
+    state_of_own_buckets,
+    wrapped_in_buckets,
+)
 from megatron_vocabpar.megatron_lm.patch import Patch, installed, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.rules.check import Declared, check, declared, not_run
 from megatron_vocabpar.megatron_lm.rules.layouts import LINES
-from megatron_vocabpar.megatron_lm.saved_buckets import metadata_with_buckets, state_of_own_buckets
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.model.chunks import ChunkPosition, chunk_position, shown_as_rank

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.megatron_lm.te_version import agrees, line, named_by
+from megatron_vocabpar.megatron_lm.requirements import te_agrees, te_line, te_named_by
 
 BOUNDS = """
 [project.optional-dependencies]
@@ -48,7 +48,7 @@ IN_BRACKETS = "Requires-Dist: transformer-engine (>=2.9,<2.12); extra == 'dev'\n
 def test_what_a_megatron_names(tmp_path: Path, file: str, text: str, bounds: str, commit: str) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
-    assert named_by(tmp_path) == (bounds, commit)
+    assert te_named_by(tmp_path) == (bounds, commit)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_a_megatron_names(tmp_path: Path, file: str, text: str, bounds: str
     ],
 )
 def test_versions_in_bounds(found: str, bounds: str, expected: bool) -> None:
-    assert agrees(found, bounds) is expected
+    assert te_agrees(found, bounds) is expected
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_versions_in_bounds(found: str, bounds: str, expected: bool) -> None:
     ],
 )
 def test_what_the_doctor_says(found: str | None, bounds: str, revision: str, expected: str) -> None:
-    assert expected in line(found, bounds, revision)
+    assert expected in te_line(found, bounds, revision)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.megatron_lm.needed import lacking, remedy
+from megatron_vocabpar.megatron_lm.requirements import missing_libraries, remedy
 from tests.megatron_lm.training import Ranks
 
 FILES = {
@@ -26,7 +26,7 @@ def test_what_a_script_needs_is_followed_through_its_files(tmp_path: Path) -> No
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     missing = {"no_library_a": "builders", "no_library_d": "megatron.other.third"}
-    assert lacking(tmp_path) == missing
+    assert missing_libraries(tmp_path) == missing
     assert remedy(tmp_path) == (
         "pretrain_gpt.py needs no_library_a (imported by builders), no_library_d (imported by "
         "megatron.other.third); run: pip install no_library_a no_library_d"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.megatron_lm import saved_buckets
+from megatron_vocabpar.megatron_lm import optimizer_buckets
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.saved_buckets import (
+from megatron_vocabpar.megatron_lm.optimizer_buckets import (
     buckets_of,
     compared,
     marked,
@@ -88,7 +88,7 @@ def test_state_by_parameter_belongs_to_all(metadata: dict[str, str]) -> None:
 def test_megatrons_functions_hand_on_what_stock_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one optimizer hands the metadata to another, which has it compared already."""
     config = FlagConfig(enabled=True, method="vocab-2")
-    monkeypatch.setattr(saved_buckets, "_own", lambda _: own())
+    monkeypatch.setattr(optimizer_buckets, "_own", lambda _: own())
     build = metadata_with_buckets(lambda args: {KIND: args, "other": 1}, config)
 
     def inner(model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> Any:
