@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
 from megatron_vocabpar.schedule.draw.svg import draw_svg
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
-from megatron_vocabpar.train.pictures import COLOURS, OTHER_COLOUR
+from megatron_vocabpar.train.plots import COLOURS, OTHER_COLOUR
 from megatron_vocabpar.train.tables import emulation_settings
 
 

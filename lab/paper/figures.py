@@ -18,7 +18,7 @@ from megatron_vocabpar.schedule.draw.lengths import PREDICTED
 from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate
-from megatron_vocabpar.train.pictures import COLOURS
+from megatron_vocabpar.train.plots import COLOURS
 
 _RANKS = 4
 _OTHER_COLOURS = ("#4c78a8", "#d9534f", "#2e8b57", "#9a77c7", "#8a6d3b")

@@ -14,9 +14,9 @@ from pathlib import Path
 from megatron_vocabpar.option import wrong_values
 from megatron_vocabpar.schedule.words.methods import REDIS
 from megatron_vocabpar.train.config import TrainConfig, flag, written
+from megatron_vocabpar.train.corpus import check_source
 from megatron_vocabpar.train.output import check_output
 from megatron_vocabpar.train.schedules import fitting_families
-from megatron_vocabpar.train.text import check_source
 
 TRAIN_MODULES = (
     "torch", "megatron.core", "tokenizers", "english_words", "matplotlib", "numpy",

@@ -26,7 +26,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.text import Corpus, is_indexed_dataset, read_corpus
+from megatron_vocabpar.train.corpus import Corpus, is_indexed_dataset, read_corpus
 from megatron_vocabpar.train.tokenizer import encoded, end_of_text, load_tokenizer, train_tokenizer
 
 VALID_FRACTION = 0.02

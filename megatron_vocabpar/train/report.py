@@ -1,7 +1,7 @@
 """What a job leaves for its reader: tables (also as JSON), pictures, and one page with everything.
 
 Made from the files that the methods left in the results folder, so it can be made again at any time.
-``index.html`` needs no other file. Next: ``tables.py`` (the numbers), ``pictures.py`` (losses and memory).
+``index.html`` needs no other file. Next: ``tables.py`` (the numbers), ``plots.py`` (losses and memory).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.config import TrainConfig, command_line
 from megatron_vocabpar.train.metrics import read_metrics
-from megatron_vocabpar.train.pictures import plot_losses, plot_memory
+from megatron_vocabpar.train.plots import plot_losses, plot_memory
 from megatron_vocabpar.train.schedules import describe
 from megatron_vocabpar.train.tables import (
     TextTable,

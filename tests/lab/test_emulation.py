@@ -32,7 +32,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import CommType, Pass, split_pairs
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
-from megatron_vocabpar.train.pictures import COLOURS
+from megatron_vocabpar.train.plots import COLOURS
 from tests.spawn import run_ranks
 from tests.train.fake_results import write_results
 

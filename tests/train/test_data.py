@@ -19,6 +19,7 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.corpus import read_corpus
 from megatron_vocabpar.train.datasets import build_datasets, microbatch, microbatches
 from megatron_vocabpar.train.prepare import (
     DataFiles,
@@ -28,7 +29,6 @@ from megatron_vocabpar.train.prepare import (
     prepare,
     write_dataset,
 )
-from megatron_vocabpar.train.text import read_corpus
 from megatron_vocabpar.train.tokenizer import load_tokenizer
 
 SMALL = TrainConfig(seq_length=16, vocab_size=300, micro_batch_size=2, microbatches=3, seed=7)

@@ -18,7 +18,7 @@ from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
-from megatron_vocabpar.train.pictures import COLOURS, plot_losses, plot_memory
+from megatron_vocabpar.train.plots import COLOURS, plot_losses, plot_memory
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.tables import (
     Difference,

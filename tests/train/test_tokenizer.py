@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vocabpar.train import tokenizer as tokenizer_module
-from megatron_vocabpar.train.text import read_corpus
+from megatron_vocabpar.train.corpus import read_corpus
 from megatron_vocabpar.train.tokenizer import END_OF_TEXT, encoded, load_tokenizer, train_tokenizer
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog\n" * 20, "def main():\n    return 0\n" * 20]

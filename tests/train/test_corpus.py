@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vocabpar.train import text as source
-from megatron_vocabpar.train.text import check_source, is_indexed_dataset, read_corpus
+from megatron_vocabpar.train import corpus as source
+from megatron_vocabpar.train.corpus import check_source, is_indexed_dataset, read_corpus
 
 
 def test_standard_library() -> None:
