@@ -143,10 +143,10 @@ class OutputState(NamedTuple):
             if logs is not None:
                 grad.addcmul_(self.products[_E_LOG_E], logs.unsqueeze(1))
         else:
-            gradient, pieces = _scaled_exponentials(self, softmax, gradient, curves, grad.dtype.itemsize)
+            rest, pieces = _scaled_exponentials(self, softmax, gradient, curves, grad.dtype.itemsize)
             for rows, e in pieces:
                 tokens.input_gradient(e, weight, part_of(grad, rows))
-            tokens.kernels.finish(grad, grad, weight, tokens.targets, gradient)
+            tokens.kernels.finish(grad, grad, weight, tokens.targets, rest)
         for extra, slope in asked:
             extra.add_input_gradient_(grad, slope)
         return grad
@@ -166,8 +166,8 @@ class OutputState(NamedTuple):
         tokens, asked, undo = self.tokens, _asked(self.extras, slopes), None
         x, true_rows = tokens.x, tokens.true_rows(main_grad)
         check_main_grad(x, tokens.shard, main_grad)
-        gradient, curves = _gradient(self, softmax, slopes, asked)
-        gradient, pieces = _scaled_exponentials(self, softmax, gradient, curves, x.dtype.itemsize)
+        whole, curves = _gradient(self, softmax, slopes, asked)
+        gradient, pieces = _scaled_exponentials(self, softmax, whole, curves, x.dtype.itemsize)
         if x.dtype == torch.float16 and not isinstance(gradient, TargetGradient):
             gradient = _factors(gradient)
             row, undo = tokens.kernels.lift(x, gradient.row)
@@ -297,7 +297,7 @@ def _asked(extras: Sequence[Extra], slopes: Slopes) -> Sequence[tuple[Extra, Ten
 def _scaled_exponentials(
     state: OutputState,
     softmax: Softmax,
-    gradient: Gradient,
+    gradient: TokenGradient | RowGradient,
     curves: Curves,
     item_bytes: int,
 ) -> tuple[Gradient, Iterable[tuple[slice, Tensor]]]:
