@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,12 +90,13 @@ def read_plan(path: str, costs: PassCosts | None) -> Plan:
     """The plan in a file, checked; ``costs`` win over its own.
 
     Args:
-        path: of a schedule, or of the measured plan that a training keeps beside its checkpoints.
+        path: of a schedule, or of the measured plan that a training keeps beside its checkpoints; ``-`` is
+            standard input.
 
     Raises:
         ValueError: naming the file, and what is wrong with it.
     """
-    text = text_of(path, f"the schedule {path}")
+    text = sys.stdin.read() if path == "-" else text_of(path, f"the schedule {path}")
     try:
         plan = plan_from_json(_plan_of_kept(text), costs)
     except ValueError as error:
@@ -109,7 +111,10 @@ def _plan_of_kept(text: str) -> str:
 
 
 def write_output(path: str, content: str, option: str = "--output") -> None:
-    """Write text, with a line end at its end."""
+    """Write text, with a line end at its end, to a file; ``-`` is standard output."""
+    if path == "-":
+        click.echo(content.removesuffix("\n"))
+        return
     try:
         Path(path).write_text(content if content.endswith("\n") else content + "\n", encoding="utf-8")
     except OSError as error:
@@ -118,7 +123,7 @@ def write_output(path: str, content: str, option: str = "--output") -> None:
 
 def will_be_written(_: click.Context, option: click.Parameter, path: str | None) -> str | None:
     """Callback of an option whose file is written after long work: refuse a bad path before the work."""
-    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+    if path not in (None, "-") and (Path(path).is_dir() or not Path(path).parent.is_dir()):
         raise ValueError(
             f"cannot write {path}: it is a folder, or its folder is missing; give another {option.opts[0]}"
         )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import signal
+import sys
 import traceback
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -57,7 +59,7 @@ class VerbError(click.ClickException):
 
     def show(self, file: object = None) -> None:
         if self.message:
-            click.echo(f"{self.program} {self.verb}: error: {self.message}", err=True)
+            click.echo(f"{f'{self.program} {self.verb}'.strip()}: error: {self.message}", err=True)
 
 
 class RunFailed(VerbError):
@@ -112,6 +114,11 @@ class VerbGroup(click.Group):
             formatter.write_dl(list(self.verbs.items()))
 
     def invoke(self, ctx: click.Context) -> object:
+        if sys.stdout is None or sys.stderr is None:  # closed, as by ``>&-``
+            raise self._bad(None, "an output is closed; leave it open, or send it to /dev/null")
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a terminal that has no dashes and arrows shows ?
+                stream.reconfigure(errors="replace")
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:

@@ -16,6 +16,7 @@ from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json, print_an
 from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus
 from megatron_vocabpar.text_tables import console
@@ -80,7 +81,20 @@ def question_of(
     for name, flags in _SWITCHES:
         if options.get(name) or any(flag in given for flag in flags):
             fixed[name] = getattr(job, name)
+    _check_sizes(model, gpus, fixed)
     return Question(model, gpu, gpus, int(batch), limit_gib, fixed)
+
+
+def _check_sizes(model: Model, gpus: int, fixed: Mapping[str, Any]) -> None:
+    """Refuse sizes that no configuration of these GPUs can have, by ValueError with the arithmetic."""
+    p, t, c, e = (int(fixed.get(name, 1)) for name in "ptce")
+    if gpus % (p * t * c):
+        raise ValueError(
+            f"p {p} x t {t} x c {c} = {p * t * c} GPUs of a replica do not divide the {gpus} GPUs; give "
+            "another number of GPUs (--gpus), or other sizes (--pp, --tp, --cp)"
+        )
+    for problem in refused(model, Job(p=p, t=t, c=c, d=gpus // (p * t * c), e=e, m=1)):
+        raise ValueError(problem)
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
-from megatron_vocabpar.cli.files import FORMAT, garbage_collection_paused, read_plan, write_output
+from megatron_vocabpar.cli.files import FORMAT, garbage_collection_paused, read_plan, tell, write_output
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.draw import (
     WHY_THEY_DIFFER,
@@ -46,7 +47,9 @@ _PEAKS = (SOFTMAX_SHARDS, EMBEDDED_INPUTS, INPUT_GRADIENTS)
 )
 @click.option("--max-activations", type=float, help="Refuse more than these microbatches.")
 @FORMAT
-@click.option("--html", "html_file", metavar="FILE", help="Also draw it, as a page to zoom in.")
+@click.option(
+    "--html", "html_file", metavar="FILE", help="Also draw it, as a page to zoom in; - is standard output."
+)
 @click.option(
     "--measured",
     "timeline_file",
@@ -67,6 +70,9 @@ def simulate_command(
     Transfers and collectives run beside the passes; those between the same two ranks in one direction, and
     those of one group, take turns. The critical path says what the iteration's length is made of.
     """
+    inputs = {Path(file).resolve() for file in (schedule_file, costs_file, timeline_file) if file is not None}
+    if html_file not in (None, "-") and Path(html_file).resolve() in inputs:
+        raise ValueError(f"--html {html_file} would overwrite an input; give another file")
     costs = PassCosts.load(costs_file) if costs_file is not None else None
     plan = read_plan(schedule_file, costs)
     schedule = plan.schedule
@@ -80,7 +86,10 @@ def simulate_command(
         planned = planned_chart(result, title=f"{title}, planned" if measured else title, sizes=sizes)
         page = draw_html([planned, measured], note=WHY_THEY_DIFFER) if measured else draw_html([planned])
         write_output(html_file, page, "--html")
-    click.echo(as_json(result, sizes) if output_format == "json" else as_text(result, sizes))
+        if html_file != "-":
+            tell(f"wrote {html_file}")
+    answer = as_json(result, sizes) if output_format == "json" else as_text(result, sizes)
+    click.echo(answer, err=html_file == "-")  # beside a page on standard output
 
 
 def as_json(result: Simulation, sizes: BufferSizes | None) -> str:

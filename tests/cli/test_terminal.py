@@ -1,8 +1,13 @@
-"""A terminal of 80 columns shows every number whole; a wrong verb, and ``--quiet``."""
+"""Terminals: 80 columns show every number whole; closed outputs, ASCII, a wrong verb, ``--quiet``."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -83,3 +88,62 @@ def test_quiet_says_nothing_of_progress(quiet: tuple[str, ...]) -> None:
     done = CliRunner().invoke(main, [*quiet, "schedule", "--family", "dualpipev"])
     assert done.exit_code == 0
     assert bool(done.stderr) == (not quiet)
+
+
+def test_a_closed_output_is_said_in_one_line() -> None:
+    command = f"{shlex.quote(sys.executable)} -m megatron_vocabpar schedule --pp 2 --microbatches 2 >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip() == "vocabpar: error: an output is closed; leave it open, or send it to /dev/null"
+    )
+
+
+def test_a_terminal_without_dashes_shows_question_marks() -> None:
+    done = subprocess.run(
+        [sys.executable, *"-m megatron_vocabpar plan --preset llama-3.2-3b --pp 2 --microbatches 2".split()],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
+
+
+def test_a_launcher_without_its_script_says_what_to_give() -> None:
+    for words in ([], ["none.py", "--enable-vocab-parallel"]):
+        command = [sys.executable, "-m", "megatron_vocabpar.launch", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert "not a file; give the path of Megatron-LM's pretrain_gpt.py, then its arguments" in line
+
+
+def test_a_page_never_replaces_its_schedule_and_a_dash_is_standard_output(tmp_path: Path) -> None:
+    file = str(tmp_path / "s.json")
+    run = CliRunner().invoke
+    printed = run(main, ["schedule", "--pp", "2", "--microbatches", "2", "--format", "json", "--output", "-"])
+    (tmp_path / "s.json").write_text(printed.stdout)
+    refused = run(main, ["simulate", file, "--html", str(tmp_path / "." / "s.json")])
+    assert refused.exit_code == 2
+    assert "would overwrite an input; give another file" in refused.output
+    assert (tmp_path / "s.json").read_text() == printed.stdout
+    done = run(main, ["simulate", "-", "--html", "-"], input=printed.stdout)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("<!doctype html>")
+    assert "ms an iteration" in done.stderr
+    written = run(main, ["simulate", file, "--html", str(tmp_path / "s.html")])
+    assert f"vocabpar: wrote {tmp_path / 's.html'}" in written.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ("--gpus 8 --pp 4 --tp 4", "p 4 x t 4 x c 1 = 16 GPUs of a replica do not divide the 8 GPUs"),
+        ("--gpus 6 --ep 3", "expert parallel size 3 does not divide the 128 experts; choose 1, 2,"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_with_the_arithmetic(sizes: str, says: str) -> None:
+    done = CliRunner().invoke(main, ["plan", "--preset", "qwen3-30b-a3b", *sizes.split()])
+    assert done.exit_code == 2
+    assert says in done.output
