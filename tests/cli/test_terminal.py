@@ -101,7 +101,20 @@ def test_a_closed_output_is_said_in_one_line() -> None:
 
 def test_a_terminal_without_dashes_shows_question_marks() -> None:
     done = subprocess.run(
-        [sys.executable, *"-m megatron_vocabpar plan --preset llama-3.2-3b --pp 2 --microbatches 2".split()],
+        [
+            sys.executable,
+            *[
+                "-m",
+                "megatron_vocabpar",
+                "plan",
+                "--preset",
+                "llama-3.2-3b",
+                "--pp",
+                "2",
+                "--microbatches",
+                "2",
+            ],
+        ],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         timeout=60,
