@@ -28,13 +28,15 @@ def run_toy(*words: str) -> Result:
 
 @pytest.mark.parametrize("chunks", rest_is_slow([1, 2], 2))
 def test_the_printed_layout_is_the_best(chunks: int) -> None:
-    found = run_toy("--chunks", str(chunks))
+    # The toy's layers are best even in one chunk: a published model has that case, which is slower.
+    ask, layers, p = (run, 28, 4) if chunks == 1 else (run_toy, 16, 2)
+    found = ask("--chunks", str(chunks))
     assert found.exit_code == 0, found.output
     layout = re.search(r"^--pipeline-model-parallel-layout '(\S+)'", found.output, re.MULTILINE)[1]
-    assert sum(layers_of(layout)) == 16
-    assert layout.count("|") == 2 * chunks - 1
+    assert sum(layers_of(layout)) == layers
+    assert layout.count("|") == p * chunks - 1
     assert "this package's " in found.output
-    checked = run_toy("--check", layout, "--chunks", str(chunks)).output
+    checked = ask("--check", layout, "--chunks", str(chunks)).output
     assert re.search(rf"^{re.escape(layout)}: .*; \+0\.0%$", checked, re.MULTILINE)
 
 
