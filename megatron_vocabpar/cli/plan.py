@@ -27,7 +27,7 @@ from megatron_vocabpar.plan.read_arguments import (
     overruled,
 )
 from megatron_vocabpar.plan.read_config import load_config, model_preset
-from megatron_vocabpar.plan.read_script import read_script, run_script, starters
+from megatron_vocabpar.plan.read_script import STARTERS, read_script, run_script
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import console
 
@@ -99,7 +99,7 @@ def given_of(options: Mapping[str, Any], words: tuple[str, ...]) -> Given:
         return Given(given, "your arguments")
     if not options["run"]:
         return Given(read_script(script) | given, script)
-    tell(f"Running {script}: {starters()} only record their arguments; other commands are run.")
+    tell(f"Running {script}: {', '.join(STARTERS)} only record their arguments; other commands are run.")
     return Given(run_script(script) | given, script)
 
 

@@ -55,19 +55,21 @@ class ConfigKeys:
         self._read.update(names)
         return next((self._data[name] for name in names if self._data.get(name) is not None), None)
 
-    def size(self, *names: str, default: int | None = None) -> int:
+    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """The whole number of the first of these keys that has one.
 
         Args:
             names: a key and its other spellings.
-            default: where no key has a value, or 0; None: a value of at least 1 is needed.
+            default: where no key has a value, or 0; None: a value is needed.
+            least: the smallest value that is needed.
         """
         value = self.value(*names)
         if value is None:
             if default is None:
                 self._missing.append(names[0])
             return 1 if default is None else default
-        if isinstance(value, int) and not isinstance(value, bool) and value >= (default is None):
+        smallest = least if default is None else 0
+        if isinstance(value, int) and not isinstance(value, bool) and value >= smallest:
             return value or default or 0
         named = next(name for name in names if self._data.get(name) is not None)
         self._malformed.append(f"{named}: {value!r}")

@@ -44,6 +44,7 @@ _ATTENTION = {
     "full_attention": "*", "attention": "*", "sliding_attention": "*", "chunked_attention": "*",
     "indexed_attention": "D",
 }  # fmt: skip
+_WINDOW_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers")
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _SINGLE_PARTS = {"mamba": "M", "mlp": "-", "moe": "E"}
 
@@ -172,7 +173,8 @@ def _shape(
         pattern = "".join(layers)
         check_pattern(pattern)
         return {"pattern": pattern, "layers": len(pattern), "head": head, **scans}
-    return {"layers": len(layers), "dense_layers": sum("-" in layer for layer in layers) % len(layers)}
+    dense = sum("-" in layer for layer in layers)
+    return {"layers": len(layers), "dense_layers": dense if dense < len(layers) else 0}  # only beside experts
 
 
 def _layers(keys: ConfigKeys, kind: ModelType, experts: int) -> list[str]:
@@ -206,8 +208,6 @@ def _mixers(keys: ConfigKeys, kind: ModelType, count: int) -> list[str]:
     listed = keys.words("layer_types")
     if unknown := sorted({str(word) for word in listed} - set(words)):
         raise ValueError(f"layer_types: {', '.join(unknown)}: not counted by the planner; {INSTEAD}")
-    full_layers = keys.value("attn_layer_indices")
-    period, offset = keys.value("attn_layer_period"), keys.value("attn_layer_offset")
     full = keys.size("full_attention_interval", default=4)
     keys.refuse_unless("indexer_types", ["full"] * count)
     keys.refuse_unless("add_cross_attention", False)
@@ -217,20 +217,23 @@ def _mixers(keys: ConfigKeys, kind: ModelType, count: int) -> list[str]:
         return ["D" if keys.value("index_topk") and keys.value("kv_lora_rank") else "*"] * count
     if kind.scan == "G":
         return ["G*"[(layer + 1) % full == 0] for layer in range(count)]
-    if full_layers is not None:
+    if keys.value("attn_layer_indices") is not None:
+        full_layers = keys.words("attn_layer_indices")
         return ["M*"[layer in full_layers] for layer in range(count)]
-    period = keys.size("attn_layer_period") if period is None else period
+    period, offset = keys.size("attn_layer_period"), keys.size("attn_layer_offset", least=0)
     return ["M*"[layer % period == offset] for layer in range(count)]
 
 
 def _sparse(keys: ConfigKeys, count: int) -> list[bool]:
     """Which layers have experts, by the key that the family has for it."""
     layers = range(count)
-    words, listed = keys.words("mlp_layer_types"), keys.value("moe_layers")
+    words, listed = keys.words("mlp_layer_types"), keys.words("moe_layers")
     leading = keys.size("first_k_dense_replace", "num_dense_layers", default=0)
     step = keys.size("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
     dense = keys.words("mlp_only_layers")
-    first, last = keys.size("moe_layer_start_index", default=0), keys.value("moe_layer_end_index")
+    first = keys.size("moe_layer_start_index", default=0)
+    to_the_end = keys.value("moe_layer_end_index") == -1
+    last = count - 1 if to_the_end else keys.size("moe_layer_end_index", default=count - 1)
     period, offset = keys.size("expert_layer_period", default=1), keys.size("expert_layer_offset", default=0)
     frequency = keys.value("moe_layer_freq")
     if words:
@@ -241,12 +244,11 @@ def _sparse(keys: ConfigKeys, count: int) -> list[bool]:
         return [layer in listed for layer in layers]
     if isinstance(frequency, list):
         return [bool(number) for number in frequency]
+    step *= keys.size("moe_layer_freq", default=1)
     if keys.value("expert_layer_period") is not None:
         return [layer % period == offset for layer in layers]
     if keys.value("moe_layer_start_index") is not None:
-        last = count - 1 if last in (None, -1) else last
         return [first <= layer <= last and (layer + 1) % step == 0 for layer in layers]
-    step *= frequency or 1
     return [layer >= leading and layer not in dense and (layer + 1) % step == 0 for layer in layers]
 
 
@@ -290,7 +292,7 @@ def _windowed(keys: ConfigKeys, count: int) -> float:
     with L for each layer that has). Otherwise all layers have a window or none, as the file says.
     """
     types = keys.words("layer_types")
-    pattern = keys.value("sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers")
+    pattern = keys.value(*_WINDOW_PATTERN)
     used, first = keys.value("use_sliding_window"), keys.size("max_window_layers", default=0)
     if types:
         return sum(word in _WINDOWED for word in types) / len(types)
@@ -299,7 +301,7 @@ def _windowed(keys: ConfigKeys, count: int) -> float:
             raise ValueError(f"sliding_window_pattern: {pattern!r}; give a whole number, or letters L and G")
         return pattern.count("L") / len(pattern)
     if pattern:
-        return 1.0 - 1.0 / pattern
+        return 1.0 - 1.0 / keys.size(*_WINDOW_PATTERN)
     if used is False:
         return 0.0
     return max(0, count - first) / count if used else 1.0

@@ -32,10 +32,10 @@ _TELLING = frozenset(
 )  # fmt: skip
 """A command with one of these flags starts a training."""
 _SWIFT = ("megatron", "swift")
-_STARTERS = ("torchrun", "python", "python3", "srun", "ray", "mpirun", *_SWIFT)
+STARTERS = ("torchrun", "python", "python3", "srun", "ray", "mpirun", *_SWIFT)
 _IDLE = ("pkill", "killall", "sleep")
 """Commands that a run of a script replaces: what starts trainings, and what ends or delays others."""
-_BEGIN, _END = ("if", "for", "while", "until", "case", "{"), ("fi", "done", "esac", "}")
+_BEGIN, _END = ("if", "for", "while", "until", "case", "select", "{"), ("fi", "done", "esac", "}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
 _OPEN_WORD = re.compile(r"\$(\w+|\{[^{}]*\}|\(.*\))")
 _ARGUMENTS = re.compile(r"\[[@*]\]|args|opt|flags|param", re.IGNORECASE)
@@ -70,7 +70,7 @@ def read_script(path: str) -> dict[str, str]:
 def run_script(path: str) -> dict[str, str]:
     """The flags of the training that a script starts, by a run of it.
 
-    Commands that start a training only record their arguments and end (``starters``); ``pkill``, ``killall``
+    Commands that start a training only record their arguments and end (``STARTERS``); ``pkill``, ``killall``
     and ``sleep`` do nothing. All other commands of the script are run.
 
     Args:
@@ -93,11 +93,6 @@ def run_script(path: str) -> dict[str, str]:
     return read_words(_batch_words(text)) | read_words(words)
 
 
-def starters() -> str:
-    """The commands that only record their arguments while a script runs, for a message."""
-    return ", ".join(_STARTERS)
-
-
 class _Text:
     """What a script's lines say so far: variables, and commands that start a training."""
 
@@ -115,8 +110,11 @@ class _Text:
 
     def read(self, tokens: Sequence[str]) -> None:
         """Read one command, of words and punctuation."""
-        function = tokens[1:3] == ["(", ")"] and "=" not in tokens[0]
-        words = list(tokens[3:] if function else tokens)
+        words = list(tokens[1:] if tokens[0] == "function" else tokens)
+        if words[1:3] == ["(", ")"] and "=" not in words[0]:
+            del words[1:3]
+        if words[1:2] == ["{"]:  # behind the name of a function
+            del words[0]
         while words and words[0] in (*_BEGIN, *_END, "then", "do", "else", "elif", "export", "local", "exec"):
             word = words.pop(0)
             self._depth += (word in _BEGIN) - (word in _END)
@@ -269,7 +267,7 @@ def _write_stubs(folder: Path) -> None:
     record = r"""{ printf '%s\0' "${0##*/}" GPUS "$@"; printf '\n'; } >> "$VOCABPAR_RECORD" """
     # ms-swift's command reads its GPUs from the environment.
     gpus = '${NPROC_PER_NODE:+"--nproc-per-node=$NPROC_PER_NODE"} ${NNODES:+"--nnodes=$NNODES"}'
-    for name in (*_STARTERS, *_IDLE):
+    for name in (*STARTERS, *_IDLE):
         lines = ["#!/bin/sh"]
         if name.startswith("python") and (own := shutil.which(name) or sys.executable):
             # Scripts ask Python small questions, such as for a free port.

@@ -164,6 +164,9 @@ def plan() -> Iterator[BadInput]:
         "position-text": {"max_position_embeddings": "x"}, "position-zero": {"max_position_embeddings": 0}, "text-config": {"text_config": 5},
         "window-text": {"sliding_window": "x", "use_sliding_window": True}, "types-number": {"sliding_window": 5, "layer_types": 7},
         "pattern-text": {"sliding_window": 5, "sliding_window_pattern": "x"}, "lora-text": {"kv_lora_rank": "x"},
+        "frequency-text": {"num_experts": 4, "num_experts_per_tok": 2, "moe_layer_freq": "x"},
+        "no-offset": {"model_type": "jamba", "attn_layer_period": 8, "mamba_d_state": 16}, "period-text": {"model_type": "jamba", "attn_layer_period": "x", "attn_layer_offset": 0, "mamba_d_state": 16},
+        "pattern-list": {"sliding_window": 5, "sliding_window_pattern": [1]}, "end-text": {"num_experts": 4, "num_experts_per_tok": 2, "moe_layer_start_index": 1, "moe_layer_end_index": "x"},
         "shared-text": {"num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": "x"},
     }.items():  # fmt: skip
         yield BadInput(f"plan-config-{name}", "plan --pp 2 --microbatches 4 --config {}/x.json", "x.json", {"x.json": changed(MODEL, **changes)})

@@ -57,6 +57,10 @@ BY_TEXT = {
         "f() {\n  echo a\n}\nif true; then f; fi\ntorchrun a.py --num-layers 8",
         {"num-layers": "8"},
     ),
+    "a function by its keyword": (
+        "function f {\n  torchrun b.py\n}\nselect x in a; do break; done\ntorchrun a.py --num-layers 8",
+        {"num-layers": "8"},
+    ),
     "arguments for others to source": ('MODEL_ARGS="\\\n  --num-layers 8 \\\n  --hidden-size 512"', SIZES),
     "Slurm": ("#SBATCH --nodes=4\nsrun python a.py --num-layers 8", {"nodes": "4", "num-layers": "8"}),
     "the same launch twice": (
@@ -81,6 +85,11 @@ BY_RUN = {
     "arithmetic": ("", "torchrun a.py --num-layers $((2 * 4))", {"num-layers": "8"}),
     "a branch": ("", "if true; then N=8; else N=9; fi\ntorchrun a.py --num-layers $N", {"num-layers": "8"}),
     "a launch in a branch": ("", "for N in 8; do torchrun a.py --num-layers $N; done", {"num-layers": "8"}),
+    "a launch in a function": (
+        "",
+        "function f {{\n  torchrun a.py --num-layers 8\n}}\nf",
+        {"num-layers": "8"},
+    ),
     "Python's answer": ("", "N=$(python -c 'print(8)'); torchrun a.py --num-layers $N", {"num-layers": "8"}),
     "a command in a string": (
         "",
