@@ -235,7 +235,9 @@ def _backward(
     logprob, lse, *of_extras = grads
     of_names = dict(zip((extra.name for extra in call.extras), of_extras, strict=True))
     slopes = Slopes(-logprob, lse, of_names).scaled(call.terms.logit_scale)
-    bound, scratch = _bound(call, softmax, slopes), Scratch()
+    # Gradients of logits that exist are not scaled by a bound: it would be a tenth of all launches.
+    bound = _bound(call, softmax, slopes) if call.lazy or call.invariant else None
+    scratch = Scratch()
     sink = source.gradients(call.exchange, bound if call.invariant else None, call.keep_exponentials)
     uniform = _uniform(call, slopes)
     kernel = fixed_point.kernels_of(softmax.total).logit_gradient if call.invariant else logit_gradient
@@ -253,6 +255,7 @@ def _backward(
             grad = sink.place(shard, rows) if isinstance(sink, DenseGradients) else y
             kernel(grad, y, row[rows], softmax.offset[rows], gradient, every, terms=call.terms)
             if isinstance(sink, LazyGradients):
+                assert bound is not None
                 sink.add(shard, rows, grad, bound[rows])
     return sink.finish()
 
