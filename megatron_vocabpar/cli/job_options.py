@@ -43,7 +43,10 @@ class JobOptions:
     micro_batch_size: int | None = option(None, "Sequences of a microbatch.", least=1)
     global_batch_size: int | None = option(None, "Sequences of an iteration.", least=1)
     seq_length: int | None = option(None, "Tokens of a sequence.", least=1)
-    mtp_depths: int | None = option(None, "Heads of multi-token prediction, whatever the model has.", least=0)
+    mtp_depths: int | None = option(
+        None, "Heads of multi-token prediction, whatever the model has.", least=0, most=64
+    )
+    gpus: int | None = option(None, "Search how to spread the model over so many; sizes given stay.", least=1)
     memory_gib: float | None = option(None, "What a GPU may hold; by default all that it has.", above=0)
     distributed_optimizer: bool = option(False, "Divide optimizer states over the replicas.")
     offload: bool = option(False, "Keep optimizer states on the host.")
@@ -61,7 +64,6 @@ class PlanOptions(JobOptions):
     """The options of ``vocabpar plan``."""
 
     costs_file: str | None = option(None, "Measured times of passes.", flag="--costs", metavar="FILE")
-    gpus: int | None = option(None, "Search how to spread the model over so many; sizes given stay.", least=1)
     sources: bool = option(False, "Also say where each number about the GPU is from.")
 
 

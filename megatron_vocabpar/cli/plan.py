@@ -35,7 +35,7 @@ MEGATRON_ARGUMENTS = click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- MEGATRON ARGUMENTS]"
 )
 NOTHING_FITS = 1  # the exit code
-_WORKERS = 4
+WORKERS = 4
 _COLUMNS = 100
 
 
@@ -68,7 +68,7 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
     costs, prices = _measured(options["costs_file"])
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     request = Request(model, job, gpu, limit, costs, prices)
-    answer = answer_for_job(request, notes, workers=min(_WORKERS, os.cpu_count() or 1))
+    answer = answer_for_job(request, notes, workers=min(WORKERS, os.cpu_count() or 1))
     if output_format == "json":
         click.echo(answer_json(answer))
     else:

@@ -50,13 +50,9 @@ def plan_gpus(
     output_format: str,
 ) -> bool:
     """Print the best configurations, with ``notes`` on what was given; whether anything fits."""
-    unusable = [name for name in ("dp", "microbatches", "costs_file") if options.get(name)]
-    if unusable:
-        named = ", ".join(f"--{name.replace('_file', '').replace('_', '-')}" for name in unusable)
-        raise click.UsageError(f"{named} cannot be combined with --gpus; leave it out, or leave --gpus out")
     question = question_of(model, given, gpu, limit_gib, options)
     notes = [*notes, *other_gpus(given, question.gpus), *given.unread()]
-    with _bar() as progress:
+    with progress_bar() as progress:
         choices = best_configurations(question, workers=min(_WORKERS, os.cpu_count() or 1), progress=progress)
     answer = answer_for_gpus(question, choices, notes)
     if output_format == "json":
@@ -70,6 +66,10 @@ def question_of(
     model: Model, given: Given, gpu: Hardware, limit_gib: float, options: Mapping[str, Any]
 ) -> Question:
     """The question: the sizes and settings that are given stay."""
+    unusable = [name for name in ("dp", "microbatches", "costs_file") if options.get(name)]
+    if unusable:
+        named = ", ".join(f"--{name.replace('_file', '').replace('_', '-')}" for name in unusable)
+        raise click.UsageError(f"{named} cannot be combined with --gpus; leave it out, or leave --gpus out")
     gpus = int(options["gpus"])
     job = job_from_arguments(given, {**options, "dp": 1, "ep": 1, "microbatches": 1})
     batch = options["global_batch_size"] or given.number("global-batch-size", usual_batch(model, gpus))
@@ -78,11 +78,18 @@ def question_of(
         for name, option, flag in _SIZES
         if options[option] or flag in given
     }
-    for name, flags in _SWITCHES:
-        if options.get(name) or any(flag in given for flag in flags):
-            fixed[name] = getattr(job, name)
+    fixed |= switches_of(given, options, job)
     _check_sizes(model, gpus, fixed)
     return Question(model, gpu, gpus, int(batch), limit_gib, fixed)
+
+
+def switches_of(given: Given, options: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """The settings of a job that are given, by the names of its fields; the others may be changed."""
+    return {
+        name: getattr(job, name)
+        for name, flags in _SWITCHES
+        if options.get(name) or any(flag in given for flag in flags)
+    }
 
 
 def _check_sizes(model: Model, gpus: int, fixed: Mapping[str, Any]) -> None:
@@ -98,7 +105,7 @@ def _check_sizes(model: Model, gpus: int, fixed: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing else."""
     terminal = Console(stderr=True)
     if is_quiet() or not terminal.is_terminal:

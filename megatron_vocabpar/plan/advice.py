@@ -10,7 +10,7 @@ Next: ``answer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vocabpar.plan.choice import Choice, Request
@@ -144,30 +144,34 @@ def redistribution(choices: Sequence[Choice]) -> list[str]:
     ]
 
 
-def remedies(request: Request) -> list[str]:
+def remedies(request: Request, fitting: Callable[[Request], Choice | None] | None = None) -> list[str]:
     """Changes that would make a choice fit, the cheapest first.
 
-    If no single change suffices, they are added up: the one line then names all of them.
+    Args:
+        fitting: the choice that fits a changed request, if there is one; by default a lean one of ours.
+
+    If no single change suffices, they are added up: the one line then has the sizes with all of them.
     """
+    fitting = fitting or _fitting
     fits = []
     grown = request
     for words, changed in _changes(request):
-        choice = _fitting(changed)
+        choice = fitting(changed)
         if choice is not None:
             fits.append(f"{words}: {choice.name}, {choice.peak_gib:.1f} GiB")
             if changed.limit_gib > request.limit_gib:
                 break  # larger ones would do too
     if fits:
         return fits
-    lines = []
     for _ in range(6):
-        words, grown = next(_changes(grown), ("", grown))
-        if not words:
+        _, changed = next(_changes(grown), ("", grown))
+        if changed is grown:
             break
-        lines.append(words)
-        choice = _fitting(grown)
+        grown = changed
+        choice = fitting(grown)
         if choice is not None:
-            return [f"{' and '.join(lines)}: {choice.name}, {choice.peak_gib:.1f} GiB"]
+            gpus = f"{grown.job.gpus} GPUs of {grown.limit_gib:.0f} GiB"
+            return [f"{sizes_of(grown.job)} on {gpus}: {choice.name}, {choice.peak_gib:.1f} GiB"]
     return []
 
 

@@ -239,7 +239,7 @@ def answer_json(answer: PlanAnswer) -> str:
         {
             **answer.asked,
             "verdict": {"gains": judged.gains, "undecided": judged.reason} if judged else None,
-            "choices": [_choice_json(choice) for choice in answer.choices],
+            "choices": [choice_json(choice) for choice in answer.choices],
             "recommended": best and {"method": best.method, "family": best.family},
             "costs": best and passes_of(best).to_dict(),
             "why": answer.reasons,
@@ -260,7 +260,8 @@ def passes_of(choice: Choice) -> PassCosts:
     return costs_of(request, choice.layers, factor)
 
 
-def _choice_json(choice: Choice) -> dict[str, Any]:
+def choice_json(choice: Choice) -> dict[str, Any]:
+    """A choice for JSON; times in ms, memory in GiB."""
     head = {"method": choice.method, "family": choice.family, "layers_per_stage": choice.layers}
     if choice.problem:
         return {**head, "problem": choice.problem}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -114,8 +115,39 @@ def test_a_model_with_a_head_has_it_in_its_layout() -> None:
     assert "has E t*16 L, but your arguments has E t*16 m L" in bad.stderr
 
 
-def test_where_nothing_fits_the_fastest_is_told() -> None:
-    done, fits = run_toy("--memory-gib", "2"), run_toy("--memory-gib", "900")
-    assert done.output.splitlines()[2] == fits.output.splitlines()[2]
+def test_activations_are_recomputed_where_nothing_fits_without() -> None:
+    even = run_toy("--chunks", "1", "--memory-gib", "900")
+    limit = float(re.search(r"to (\d+\.\d) GiB a rank", even.output)[1]) - 0.1
+    done = run_toy("--chunks", "1", "--memory-gib", str(limit))
+    assert done.exit_code == 0, done.output
+    assert ", p 2, t 1, d 1, recompute " in done.output.splitlines()[0]
+    assert "--recompute-granularity " in done.output
+    decided = run_toy("--chunks", "1", "--memory-gib", str(limit), "--recompute", "none")
+    assert decided.exit_code == 1
+    assert decided.output.splitlines()[2] == even.output.splitlines()[2]
+    assert f"more than the {limit} of a GPU" in decided.output
+
+
+def test_where_nothing_fits_at_all_it_says_what_would() -> None:
+    done = run_toy("--memory-gib", "2")
     assert done.exit_code == 1
     assert "more than the 2.0 of a GPU" in done.output
+    assert re.search(r"^Nothing fits\. What would:\n- ", done.output, re.MULTILINE)
+
+
+def test_sizes_are_searched_for_some_gpus() -> None:
+    done = CliRunner().invoke(main, ["layout", "--gpus", "2", "--global-batch-size", "4", "--", *TOY])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"on (\d) stages of H100, stock in .*, p \1, t ", done.output.splitlines()[0])
+    assert re.search(r"^this package's .* with p 2, t 1, d 1", done.output, re.MULTILINE)
+    refused = CliRunner().invoke(main, ["layout", "--gpus", "2", "--chunks", "2", "--", *TOY])
+    assert refused.exit_code == 2
+    assert "--chunks cannot be combined with --gpus; leave it out, or give --pp instead" in refused.output
+
+
+def test_the_answer_is_json_if_asked() -> None:
+    answer = json.loads(run_toy("--chunks", "1", "--check", "Et|t*15L", "--format", "json").output)
+    assert answer["fits"] is True
+    assert answer["given"]["layers_per_stage"] == [1, 15]
+    assert answer["best"]["iteration_ms"] < answer["given"]["iteration_ms"]
+    assert answer["ours"]["method"] != "stock"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from functools import cache
@@ -160,8 +161,7 @@ def test_an_impossible_request_says_what_fits_and_it_does() -> None:
 def test_what_one_change_cannot_do_changes_do_together() -> None:
     asked = request("llama-3.1-405b", 126, 79.0, p=8, m=8)
     (said,) = remedies(asked)
-    assert "--recompute" in said
-    assert " and tensor parallel size 2" in said
+    assert re.match(r"p \d+, t \d+, d 1, recompute full on \d+ GPUs of 79 GiB: vocab-2 in ", said)
 
 
 def test_redistribution_suffices_for_large_mixtures_of_experts() -> None:
