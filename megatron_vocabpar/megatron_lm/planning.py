@@ -152,7 +152,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         folder = Path(args.tensorboard_dir or args.save or ".")
         watchers.append(TimelineFile(run, config.timeline, folder))
     if args.log_throughput:
-        watchers.append(IdleTime(args.log_interval))
+        watchers.append(IdleTime(run, args.log_interval))
     agree("plan", {"digest of the plan": program_digest(run.plan(m).program)}, _patience(args) / 2)
     if dist.get_rank() == 0:
         say(planned(request.family_name, run.plan(m)))
@@ -309,8 +309,8 @@ def planned(family: str, plan: Plan) -> str:
 
 def _idle_and_peak(plan: Plan) -> str:
     simulation = simulate(plan)
-    idle = sum(simulation.bubble) / plan.schedule.p
-    return f"idle time {idle:.1%}, activations of {max(simulation.peak_activations):g} microbatches"
+    peak = max(simulation.peak_activations)
+    return f"idle time {simulation.mean_idle:.1%}, activations of {peak:g} microbatches"
 
 
 def check_costs(args: Any, config: FlagConfig) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.play.critical_path import Step, critical_path
@@ -78,6 +79,11 @@ class Simulation:
     def bubble(self) -> tuple[float, ...]:
         """For each rank, the share of the iteration that it idles."""
         return tuple(1.0 - busy / self.iteration_ms if self.iteration_ms else 0.0 for busy in self.busy_ms)
+
+    @property
+    def mean_idle(self) -> float:
+        """The share of the iteration in which the mean rank waits."""
+        return fmean(self.bubble)
 
     @cached_property
     def idle_ms(self) -> tuple[Mapping[str, float], ...]:

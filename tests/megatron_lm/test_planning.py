@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from megatron_vocabpar.megatron_lm.planning import (
     training_name,
     with_exchange,
 )
+from megatron_vocabpar.megatron_lm.watchers import write_scalars
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -143,6 +145,9 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path, model:
     seen = scalars(tmp_path / "logs")
     assert all(0.0 < share < 1.0 for share in seen["vocab-parallel-idle-time"])
     assert len(seen["vocab-parallel-idle-time"]) == len(seen["vocab-parallel-imbalance"]) == ITERATIONS
+    assert (
+        len(set(seen["vocab-parallel-planned-idle-time"])) == 2
+    )  # of the first plan and of the measured one
     assert (
         sum("> vocabulary parallelism: iteration " in line for line in first.text.splitlines()) == ITERATIONS
     )
@@ -265,3 +270,20 @@ def test_stock_is_shown_beside_heads_on_a_stage_that_it_lacks() -> None:
     costs = replace(PassCosts.default(4, 1), mtp_stage=5)
     plan = make_plan("vocab-2", 4, 4, family="interleaved", costs=costs)
     assert "stock's 1F1B with the same times: idle time" in planned("interleaved", plan)
+
+
+def test_scalars_go_to_both_writers_and_the_name_of_the_plan_once() -> None:
+    tensorboard, wandb = Mock(), Mock()
+    write_scalars(tensorboard, wandb, {"vocab-parallel-imbalance": 0.25}, 10, "vocab-2 in 1f1b")
+    write_scalars(tensorboard, wandb, {"vocab-parallel-imbalance": 0.5}, 20)
+    write_scalars(None, None, {"vocab-parallel-imbalance": 0.5}, 30)
+    assert tensorboard.mock_calls == [
+        call.add_scalar("vocab-parallel-imbalance", 0.25, 10),
+        call.add_text("vocab-parallel-plan", "vocab-2 in 1f1b", 10),
+        call.add_scalar("vocab-parallel-imbalance", 0.5, 20),
+    ]
+    assert wandb.mock_calls == [
+        call.log({"vocab-parallel-imbalance": 0.25}, 10),
+        call.config.update({"vocab-parallel-plan": "vocab-2 in 1f1b"}, allow_val_change=True),
+        call.log({"vocab-parallel-imbalance": 0.5}, 20),
+    ]
