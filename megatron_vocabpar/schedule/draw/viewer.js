@@ -304,7 +304,7 @@ function start(data) {
       } else {
         state.view = zoomed(state.view, Math.exp(event.deltaY * 0.0015), timeAt(canvas, event.offsetX), length);
       }
-      redraw();
+      point(panel, event);
     }, { passive: false });
     canvas.addEventListener("pointerdown", (event) => {
       fingers.set(event.pointerId, event.offsetX);
@@ -344,27 +344,32 @@ function start(data) {
       }
       point(panel, event);
     });
-    canvas.addEventListener("pointerleave", () => {
-      state.hover = state.microbatch = state.line = state.row = null;
-      tip.style.display = "none";
-      redraw();
-    });
+    canvas.addEventListener("pointerleave", forget);
     canvas.addEventListener("dblclick", whole);
-    canvas.addEventListener("keydown", (event) => {
-      const span = state.view.to - state.view.from, middle = state.view.from + span / 2;
-      const change = {
-        ArrowLeft: () => moved(state.view, -span / 5, length),
-        ArrowRight: () => moved(state.view, span / 5, length),
-        "+": () => zoomed(state.view, 0.7, middle, length),
-        "-": () => zoomed(state.view, 1 / 0.7, middle, length),
-        0: () => ({ from: 0, to: length }),
-        Escape: () => (keep(null), state.view),
-      }[event.key];
-      if (!change) return;
-      event.preventDefault();
-      state.view = change();
-      redraw();
-    });
+  }
+
+  // On the whole page, so that keys work before anything is clicked.
+  function pressed(event) {
+    const span = state.view.to - state.view.from, middle = state.view.from + span / 2;
+    const change = {
+      ArrowLeft: () => moved(state.view, -span / 5, length),
+      ArrowRight: () => moved(state.view, span / 5, length),
+      "+": () => zoomed(state.view, 0.7, middle, length),
+      "-": () => zoomed(state.view, 1 / 0.7, middle, length),
+      0: () => ({ from: 0, to: length }),
+      Escape: () => (keep(null), state.view),
+    }[event.key];
+    if (!change || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    state.view = change();
+    forget();
+  }
+
+  // What was under the pointer is elsewhere after the view has changed.
+  function forget() {
+    state.hover = state.microbatch = state.line = state.row = null;
+    tip.style.display = "none";
+    redraw();
   }
 
   function point(panel, event) {
@@ -398,7 +403,7 @@ function start(data) {
 
   function whole() {
     state.view = { from: 0, to: length };
-    redraw();
+    forget();
   }
 
   function legend() {
@@ -419,7 +424,7 @@ function start(data) {
       if (!data.charts.some((chart) => chart.rows.some((row) => row[lane].length))) continue;
       const entry = document.createElement("span"), swatch = document.createElement("i");
       swatch.style.cssText = `background: ${colour}; height: 4px; vertical-align: 3px; border: 0`;
-      entry.append(swatch, ` collectives of the ${lane} layer`);
+      entry.append(swatch, " a collective of the vocabulary layers, from its launch to its end");
       box.append(entry);
     }
   }
@@ -431,6 +436,8 @@ function start(data) {
   release.addEventListener("click", () => keep(null));
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   window.addEventListener("resize", redraw);
+  window.addEventListener("scroll", forget);
+  document.addEventListener("keydown", pressed);
   legend();
   drawAll();
 }

@@ -223,6 +223,60 @@ def test_the_script_of_a_page_finds_bars_and_describes_them(tmp_path: Path) -> N
     assert on_path == set(map(str, chart.critical))
 
 
+DOCUMENT = """
+const heard = {}, drawn = [], on = (of) => (name, run) => (heard[of + name] = run), elements = {};
+const pen = new Proxy({}, {
+  get: (_, name) => name === "fillText" ? (text) => drawn.push(text) : () => {}, set: () => true });
+const made = (id) => ({
+  id, style: {}, checked: true, hidden: false, clientWidth: 900, parentElement: {}, append() {},
+  setAttribute() {},
+  getContext: () => pen, addEventListener: on(id), setPointerCapture() {}, offsetWidth: 90, offsetHeight: 40,
+});
+globalThis.document = {
+  documentElement: {}, createElement: (tag) => made(tag), addEventListener: on("document"),
+  getElementById: (id) => (elements[id] ??= made(id)),
+};
+globalThis.window = { addEventListener: on("window"), innerWidth: 900, innerHeight: 900,
+  matchMedia: () => ({ addEventListener() {}, matches: false }) };
+globalThis.getComputedStyle = () => ({ getPropertyValue: () => "#000" });
+globalThis.requestAnimationFrame = (draw) => draw();
+elements.data = { textContent: require("fs").readFileSync("data.json", "utf8") };
+eval(require("fs").readFileSync("viewer.js", "utf8").replace(/if \\(typeof module[^]*else /, ""));
+"""
+"""As much of a browser as the script of a page needs; ``heard`` has its listeners, ``drawn`` its texts."""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_keys_work_on_the_whole_page_and_the_tip_goes_when_the_view_moves(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(
+        json.dumps(data_of(draw_html([planned_chart(simulated(generate("vocab-2", 3, 5)))])))
+    )
+    script = resources.files("megatron_vocabpar.schedule.draw") / "viewer.js"
+    (tmp_path / "viewer.js").write_text(script.read_text())
+    (tmp_path / "run.js").write_text(
+        DOCUMENT
+        + """
+        const out = [], key = (name) => heard.documentkeydown({ key: name, preventDefault() {} });
+        const labels = () => drawn.splice(0).filter((text) => /ms$/.test(text)).length;
+        const pointer = { offsetX: 70, offsetY: 5, clientX: 70, clientY: 5 };
+        labels();
+        heard.canvaspointermove(pointer);
+        out.push(elements.tip.style.display);
+        key("+");
+        out.push(elements.tip.style.display);
+        labels();
+        key("ArrowRight");
+        out.push(labels());  // the label of 0 ms has left the picture
+        key("0");
+        out.push(labels() > 0);
+        console.log(JSON.stringify(out));
+        """
+    )
+    run = subprocess.run(["node", "run.js"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == ["block", "none", 0, True]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_trace_reads_back_as_a_measured_chart(shape: Shape) -> None:
     """Planned and measured traces have one form, and measured times give the same plan again."""
