@@ -1,6 +1,6 @@
 """``Option``: how a field of a record is an option of a command line.
 
-Megatron's flags and the table of flags in ``docs/megatron.md`` are made from ``VocabOptions`` and
+Megatron's flags and their page, ``docs/flags.md``, are made from ``VocabOptions`` and
 ``FlagConfig``, the options of ``vocabpar train`` from ``TrainConfig``, those of ``plan`` and ``layout`` from
 ``JobOptions``. Standard library only.
 """
@@ -22,7 +22,8 @@ class Option:
 
     Attributes:
         help: a sentence for ``--help``.
-        page: a further sentence for the table of flags in ``docs/megatron.md``, as Markdown.
+        page: further sentences for ``docs/flags.md``, as Markdown.
+        example: a value for the example of that page.
         section: the section of ``--help`` that begins with it.
         flag: its name, if it is not the field's. None: no flag.
         choices: its values, if it takes only some; those of a field that is a tuple, if it takes several.
@@ -36,6 +37,7 @@ class Option:
 
     help: str
     page: str = ""
+    example: str = ""
     section: str = ""
     flag: str | None = ""
     choices: tuple[str, ...] = ()

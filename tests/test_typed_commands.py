@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "text.txt").write_text(
         "".join(f"line {number} of a text, {number**2}\n" for number in range(800))
     )
-    (path / "page.md").write_text((ROOT / "docs" / "megatron.md").read_text())
+    (path / "page.md").write_text((ROOT / "docs" / "flags.md").read_text())
     (path / "scripts").symlink_to(ROOT / "scripts")
     for name in ("Megatron-LM", "vocabpar-out"):
         (path / name).mkdir()

@@ -40,56 +40,73 @@ class FlagConfig:
     enabled: bool = False
     method: str = option(
         BASELINE,
-        "How they are computed; vocab-2 by default.",
-        page=f"One of {', '.join(f'`{name}`' for name in METHODS)}; `redis` only moves transformer layers, "
-        "`baseline` moves nothing.",
+        "The method that computes the vocabulary layers; vocab-2 by default.",
+        page=f"It is one of {', '.join(f'`{name}`' for name in METHODS)}; [methods.md](methods.md) explains "
+        "them. `redis` only moves transformer layers away from the last stage, and `baseline` leaves the "
+        "vocabulary layers whole, so that another family can be tried without partitioning anything.",
         choices=tuple(METHODS),
+        example="vocab-1",
     )
     family: str = option(
         "1f1b",
-        "Which family of pipeline schedules they are woven into.",
-        page=f"One of {', '.join(f'`{name}`' for name in FAMILIES)}; see [Schedules](#schedules).",
+        "The family of pipeline schedules into which the vocabulary passes are woven.",
+        page=f"It is one of {', '.join(f'`{name}`' for name in FAMILIES)}; "
+        "[megatron.md](megatron.md#schedules) says what each needs. `search` takes the fastest family, and "
+        "`auto` the fastest family and method.",
         metavar=f"{{{','.join(FAMILIES)}}}",
         unset="1f1b",
+        example="v-half --num-virtual-stages-per-pipeline-rank 2",
     )
     costs: str | None = option(
         None,
-        "Times of the passes to plan with, as JSON.",
-        page="As `vocabpar schedule --costs` reads it.",
+        "A JSON file with the times of the passes, with which the schedule is planned.",
+        page="`vocabpar schedule --costs` reads the same [format](simulate.md#costs). By default the times "
+        "are the planner's estimates for the model.",
         metavar="FILE",
+        example="vocab_parallel_costs.json",
     )
     profile_iterations: int = option(
         PROFILE_ITERATIONS,
-        "Iterations of which the passes are timed, to plan again while training goes on; "
-        f"{PROFILE_ITERATIONS} by default, 0 with --vocab-parallel-costs; 0 leaves the plan as it is.",
-        page="See [measured plans](#measured-plans).",
+        "The number of iterations whose passes are timed, so that the schedule can be planned again while "
+        f"training goes on; {PROFILE_ITERATIONS} by default, or 0 with --vocab-parallel-costs. 0 keeps the "
+        "first plan.",
+        page="[Measured plans](megatron.md#measured-plans) says what happens. CUDA graphs need 0.",
         metavar="N",
         least=0,
+        example="0",
     )
     max_activations: float | None = option(
         None,
-        "Most microbatches whose activations a rank may hold.",
-        page="At least 1; by default what the family needs.",
+        "The most microbatches whose activations a rank may hold, at least 1; by default what the family "
+        "needs.",
+        page="The limit is hard: a schedule with less memory is slower, and holds it.",
         metavar="X",
         least=1,
+        example="6",
     )
     timeline: int | None = option(
         None,
-        "Write the measured timeline of this iteration of all ranks.",
-        page="With pictures, in `vocab_parallel_timeline_<iteration>/` of `--tensorboard-dir` or `--save`.",
+        "Write the measured timeline of all ranks in this iteration.",
+        page="The folder `vocab_parallel_timeline_<iteration>/` in `--tensorboard-dir`, or else in "
+        "`--save`, then has an interactive page and a trace for Perfetto; [timeline.md](timeline.md) says "
+        "how to read them.",
         metavar="ITER",
         least=1,
+        example="20 --tensorboard-dir tb",
     )
     layout: str | None = option(
         None,
-        "Place the layers where an iteration is estimated to be the shortest.",
-        page="In place of `--pipeline-model-parallel-layout`; see [Schedules](#schedules).",
+        "Place the transformer layers so that the estimated iteration is the shortest.",
+        page="It takes the place of `--pipeline-model-parallel-layout`. Without the flag rank 0 prints the "
+        "layout that it recommends, where that gains 1 % or more.",
         choices=("auto",),
+        example="auto",
     )
     strict: bool = option(
         False,
-        "End, and not only warn, where Megatron or a combination of flags has not been run.",
-        page="See [What is refused](#what-is-refused).",
+        "End the job, instead of printing a warning, where Megatron's version or a combination of flags has "
+        "not been run.",
+        page="[What is refused](megatron.md#what-is-refused) tells warnings from errors.",
     )
     options: VocabOptions = DEFAULTS
     methods: tuple[str, ...] = ()

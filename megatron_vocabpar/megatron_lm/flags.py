@@ -44,13 +44,15 @@ class Flag:
         flag: as on the command line.
         arguments: further arguments of ``argparse``'s ``add_argument``.
         field: the field of a record that it sets; None if ``config_from`` reads it by name.
-        page: what the table of flags says besides its help.
+        page: what the page of flags says besides its help.
+        example: a value for the example of that page.
     """
 
     flag: str
     arguments: dict[str, Any]
     field: str | None = None
     page: str = ""
+    example: str = ""
 
     @property
     def attribute(self) -> str:
@@ -65,7 +67,9 @@ def _flags_of(record: type) -> Iterator[Flag]:
     for name, each in options_of(record).items():
         if each.flag is not None:
             several = isinstance(defaults[name], tuple)
-            yield Flag(_flag(name, each), _arguments(each, types[name], several), name, each.page)
+            yield Flag(
+                _flag(name, each), _arguments(each, types[name], several), name, each.page, each.example
+            )
 
 
 def _flag(name: str, each: Option) -> str:
@@ -102,7 +106,11 @@ PUBLISHED = tuple(
 """The spellings of the published scripts, so that their methods run."""
 
 FLAGS = (
-    Flag(ENABLE, _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool)),
+    Flag(
+        ENABLE,
+        _arguments(Option(help="Partition the vocabulary layers over all pipeline stages."), bool),
+        page="Without it and the flags of the published scripts nothing of Megatron is replaced.",
+    ),
     *_flags_of(FlagConfig),
     *_flags_of(VocabOptions),
     *PUBLISHED,

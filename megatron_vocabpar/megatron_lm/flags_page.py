@@ -1,8 +1,8 @@
-"""Writes the tables of flags and warnings in ``docs/megatron.md``, from fields and rules.
+"""Writes the page of flags, ``docs/flags.md``, and the table of warnings in ``docs/megatron.md``.
 
-``python -m megatron_vocabpar.megatron_lm.flags_page docs/megatron.md``
+``python -m megatron_vocabpar.megatron_lm.flags_page docs/flags.md docs/megatron.md``
 
-Standard library only.
+Both are made from fields and rules. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_vocabpar.megatron_lm.flags import FLAGS, PUBLISHED, Flag, spell
+from megatron_vocabpar.megatron_lm.flags import ENABLE, FLAGS, PUBLISHED, Flag, spell
 from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
 from megatron_vocabpar.option import options_of
 from megatron_vocabpar.pipeline.options import VocabOptions
@@ -22,18 +22,27 @@ from megatron_vocabpar.pipeline.rules.rule import UNTESTED, Text, said
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 
-def flags_table() -> Iterator[str]:
-    """The lines of the table of flags, without the published scripts' spellings."""
-    yield from ("| flag | meaning | not with |", "| --- | --- | --- |")
+def flag_sections() -> Iterator[str]:
+    """The lines of a section for every flag, without the published scripts' spellings."""
     for flag in FLAGS:
         if flag not in PUBLISHED:
-            meaning = f"{_code(flag.arguments['help'])} {flag.page}".strip()
-            against = dict.fromkeys(each for row in INCOMPATIBLE for each in _against(flag, row))
-            yield f"| `{flag.flag}` | {meaning} | {', '.join(against)} |"
+            # GitHub and the site make one anchor of a heading only if it does not begin with dashes.
+            yield from (f"### {flag.flag.removeprefix('--')}", "")
+            yield from (f"{_code(flag.arguments['help'])} {flag.page}".strip(), "")
+            against = dict.fromkeys(other for row in INCOMPATIBLE for other in _against(flag, row))
+            if against:
+                yield from (f"It is refused with {', '.join(against)}.", "")
+            yield from (f"    {' '.join(example(flag))}", "")
+
+
+def example(flag: Flag) -> list[str]:
+    """The words of a launch line with this flag, besides Megatron's own."""
+    words = [] if flag.flag == ENABLE else [flag.flag, *flag.example.split()]
+    return [ENABLE, *words]
 
 
 def warnings_table() -> Iterator[str]:
-    """The lines of the table of what has not been run; options of ours are in the table of flags."""
+    """The lines of the table of what has not been run; options of ours are on the page of flags."""
     yield from ("| asked for | why, and what to do |", "| --- | --- |")
     for rule in (rule for table in RULES for rule in table if rule.level == UNTESTED):
         yield f"| {_shown(rule.asked)} | {_shown(rule.why)}; {_shown(rule.do)} |"
@@ -82,22 +91,23 @@ def _code(text: str) -> str:
     return re.sub(r"--[a-z0-9-]+", r"`\g<0>`", text)
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "flags": flags_table,
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "flags": flag_sections,
     "warnings": warnings_table,
 }
 
 
 def written(page: str) -> str:
-    """A page with new tables, each between two comments with its name."""
-    for name, lines in TABLES.items():
+    """A page with its generated parts made anew, each between two comments with its name."""
+    for name, lines in PARTS.items():
         begin, end = f"<!-- {name}: made by megatron_lm/flags_page.py -->", f"<!-- end of {name} -->"
-        assert begin in page, begin
-        before, _, rest = page.partition(begin)
-        page = "\n".join((f"{before}{begin}", "", *lines(), "", f"{end}{rest.partition(end)[2]}"))
+        if begin in page:
+            before, _, rest = page.partition(begin)
+            made = "\n".join(lines()).rstrip()
+            page = "\n".join((f"{before}{begin}", "", made, "", f"{end}{rest.partition(end)[2]}"))
     return page
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")

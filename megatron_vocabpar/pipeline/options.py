@@ -33,8 +33,8 @@ class Metric:
 
 _GRADIENT = "-gradient"
 METRICS = {
-    "entropy": Metric("entropy:Entropy", "its entropy in nats (entropy)", has_gradient=True),
-    "accuracy": Metric("target_rank:TargetRank", "whether no id is likelier than its target (correct)"),
+    "entropy": Metric("entropy:Entropy", "the entropy in nats (entropy)", has_gradient=True),
+    "accuracy": Metric("target_rank:TargetRank", "whether the target is the most likely id (correct)"),
 }
 _WORDS = tuple(
     word
@@ -52,33 +52,46 @@ class VocabOptions:
 
     recompute: bool = option(
         False,
-        "Keep nothing of the logits from pass S on; T, and in vocab-1 TW, compute them again.",
-        page="A product more in vocab-2, two in vocab-1; less memory.",
+        "Keep nothing of the size of the logits from pass S on; T, and in vocab-1 also TW, compute them "
+        "again.",
+        page="That saves 2 bytes a logit of every microbatch in flight, and costs one more product in "
+        "vocab-2 or two in vocab-1.",
         flag="recompute-logits",
     )
     rows_per_chunk: int | None = option(
         None,
-        "Tokens whose float32 logits exist at one time; by default what suits the GPU, at most 128 MiB.",
+        "The number of tokens whose float32 logits exist at one time; by default what suits the GPU, at most "
+        "128 MiB.",
+        page="Fewer tokens take less memory during S and T, and more kernel launches.",
         flag="tokens-per-chunk",
+        example="1024",
         least=1,
     )
     invariant: bool = option(
         False,
-        "The same bits of the loss and the vocabulary layers' gradients for every pipeline and tensor size, "
-        "at a cost.",
-        page="See [invariance.md](invariance.md). Pads the vocabulary to 256 ids a shard.",
+        "Make the loss and the gradients of the vocabulary layers the same, to the bit, for every pipeline "
+        "and tensor parallel size, at a cost.",
+        page="[invariance.md](invariance.md) gives the cost. The vocabulary is padded to 256 ids a shard.",
     )
-    z_loss: float = option(0.0, "Weight of the squared logsumexp in every token's loss.")
+    z_loss: float = option(
+        0.0, "The weight of the squared logsumexp in the loss of every token.", example="1e-4"
+    )
     softcap: float | None = option(
         None,
-        "Bound of the logits c: c tanh(logit / c), as in Gemma 2.",
-        page="Not with label smoothing.",
+        "The bound c of logits, which become c tanh(logit / c), as in Gemma 2.",
+        page="It cannot be combined with label smoothing.",
         flag="logit-softcap",
+        example="30",
     )
     label_smoothing: float = option(
-        0.0, "Part of the label that is spread over all ids.", page="As PyTorch's."
+        0.0,
+        "The part of the label that is spread evenly over all ids.",
+        page="PyTorch's `cross_entropy` defines it in the same way.",
+        example="0.1",
     )
-    logit_scale: float = option(1.0, "Factor of the logits, before a softcap.")
+    logit_scale: float = option(
+        1.0, "The factor by which logits are multiplied, before a softcap.", example="0.5"
+    )
     distillation: Distillation | None = option(
         None,
         "In training, a divergence from the teacher that the call is given, as a part of every token's loss.",
@@ -86,28 +99,30 @@ class VocabOptions:
     )
     fp32_head: bool = option(
         False,
-        "Keep the output layer's weight in float32 in a 16-bit model, and compute with it so.",
-        page="See [precision.md](precision.md). Not with tied embeddings.",
+        "Keep the LM head's weight in float32 in a 16-bit model, and multiply in float32 in the LM head.",
+        page="[precision.md](precision.md#a-float32-head) says what it costs. Embeddings must be untied.",
     )
     fp8_head: bool = option(
         False,
-        "Multiply 8-bit operands in the output layer, with a scale for each row: log-probabilities of "
-        "trained models were off by hundredths of a nat.",
-        page="See [precision.md](precision.md).",
+        "Multiply 8-bit operands in the LM head, with a scale for each row; log-probabilities of trained "
+        "models were off by hundredths of a nat.",
+        page="[precision.md](precision.md#an-8-bit-head) has its errors. It has not run on a GPU.",
     )
     drop_masked: bool = option(
         False,
-        "In training, leave tokens whose loss mask is 0 in the batch out of the output layer; they report 0.",
-        page="Masked tokens are padding, prompts, and with `--eod-mask-loss` ends of documents. A report of "
-        "unmasked losses changes. Tokens labelled -100, as in Megatron's `--sft`, are left out anyway.",
+        "In training, leave tokens whose loss mask is 0 out of the LM head; their reported loss is 0.",
+        page="Masked tokens are padding, prompts, and with `--eod-mask-loss` ends of documents, so time and "
+        "memory of the LM head follow the tokens that train. A report of unmasked losses changes. Tokens "
+        "labelled -100, as in Megatron's `--sft`, are left out without the flag.",
     )
     metrics: tuple[str, ...] = option(
         (),
         f"Numbers of every token: {', '.join(metric.is_ for metric in METRICS.values())}. A loss function "
-        "that has a parameter of that name gets them, else their mean is logged. With -gradient the loss may "
-        "depend on the number: one more product, twice the input gradient to reduce.",
-        page="See [entropies and accuracy](reinforcement.md#entropies-and-accuracy).",
+        "with a parameter of that name gets them; otherwise their mean is logged. With -gradient the loss "
+        "may depend on the number, which takes one more product and doubles the input gradient to reduce.",
+        page="[Entropies and accuracy](reinforcement.md#entropies-and-accuracy) has an example.",
         choices=_WORDS,
+        example="entropy accuracy",
     )
     target_rank: bool = option(
         False,
@@ -123,16 +138,18 @@ class VocabOptions:
     )
     channels: int | None = option(
         None,
-        "The most channels of NCCL, each on one multiprocessor, of the vocabulary layers' collectives; by "
-        "default the fewest with which no pass of the first plan waits.",
-        page="Nothing without NCCL. 32 leaves the number to NCCL; see [plan.md](plan.md#channels).",
+        "The most channels of NCCL that the collectives of the vocabulary layers may use, each of which "
+        "occupies a multiprocessor; by default the fewest with which no pass of the first plan waits.",
+        page="It has no effect without NCCL. 32 leaves the number to NCCL; [plan.md](plan.md#channels) says "
+        "how the default is found.",
         least=1,
+        example="4",
     )
     independent_init: bool = option(
         False,
-        "Draw the initial vocabulary weights on each rank, not as whole layers on the first and last stage; "
-        "they then differ from those of a run without the flag.",
-        page="For layers that are too large for one rank.",
+        "Draw the initial vocabulary weights on every rank for itself, instead of whole layers on the first "
+        "and last stage; they then differ from those of a run without the flag.",
+        page="Use it where a whole layer does not fit on one rank.",
     )
 
     @cached_property

@@ -24,8 +24,9 @@ from megatron_vocabpar.megatron_lm import bindings
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, SIGNATURES, VERSIONS, recognise
 from megatron_vocabpar.megatron_lm.checkout import importable
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.flags import config_from_argv, is_asked_for
-from megatron_vocabpar.megatron_lm.flags_page import written
+from megatron_vocabpar.megatron_lm.flags import FLAGS, Flag, config_from_argv, is_asked_for
+from megatron_vocabpar.megatron_lm.flags import PUBLISHED as SPELLINGS
+from megatron_vocabpar.megatron_lm.flags_page import example, written
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.times.redistribution import layout
@@ -155,11 +156,24 @@ def test_a_refused_launch_line_names_every_flag() -> None:
     assert "--inprocess-restart: the vocabulary groups" in message
 
 
-def test_the_tables_of_the_page_are_current() -> None:
-    """Else: ``python -m megatron_vocabpar.megatron_lm.flags_page docs/megatron.md``."""
-    page = (ROOT / "docs" / "megatron.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("flags.md", "### vocab-parallel-z-loss\n"), ("megatron.md", "| `--optimizer-cuda-graph` |")],
+)
+def test_what_the_page_has_of_flags_is_current(name: str, line: str) -> None:
+    """Else: ``python -m megatron_vocabpar.megatron_lm.flags_page docs/flags.md docs/megatron.md``."""
+    page = (ROOT / "docs" / name).read_text()
     assert written(page) == page
-    assert written(page.replace("| `--vocab-parallel-z-loss` |", "|")) == page
+    assert line in page
+    assert written(page.replace(line, "")) == page
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS if flag not in SPELLINGS], ids=lambda flag: flag.flag
+)
+def test_the_example_of_a_flag_is_read(flag: Flag) -> None:
+    words = example(flag)
+    assert flag.field is None or config_from_argv(words) != config_from_argv(words[:1])
 
 
 @pytest.mark.parametrize(
