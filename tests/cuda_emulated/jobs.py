@@ -102,7 +102,8 @@ def run(
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_text(TEXT)
     job = replace(config, text=str(text), output=str(folder))
-    (method,) = open_job(job, lambda _: None)
+    with open_job(job, lambda _: None) as (method,):
+        pass
     told = {
         "WORLD_SIZE": str(config.world_size),
         "MASTER_ADDR": "127.0.0.1",

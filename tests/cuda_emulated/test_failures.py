@@ -39,7 +39,8 @@ def test_the_rank_is_named(
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
     job = replace(SMALL, text=str(tmp_path / "text.txt"), output=str(tmp_path / "out"), **changes)
-    (folder,) = open_job(job, print)
+    with open_job(job, print) as (folder,):
+        pass
     function = train_with_fault if fault else run_method
     with pytest.raises(ProcessFailed, match=f"(?s){told}"):
         run(function, str(folder), *fault, ranks=SMALL.world_size, environment=settings)

@@ -186,7 +186,8 @@ def test_the_command_prints_both_and_adds_to_a_report(
 ) -> None:
     monkeypatch.setattr(OtherWork, "share", lambda self: 0.3)
     config = TrainConfig(output=str(tmp_path / "out"), steps=2)
-    open_output(config)
+    with open_output(config):
+        pass
     told = method_config(config, "vocab-2")
     open_method(told)
     write_results(told)

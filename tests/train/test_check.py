@@ -79,7 +79,8 @@ def test_device(asked: str, gpus: int, got: str) -> None:
 def finished_job(tmp_path: Path, **values: Any) -> TrainConfig:
     """A results folder with a checkpoint in it, and the configuration that made it."""
     config = TrainConfig(output=str(tmp_path / "out"), steps=60, **values)
-    open_output(config)
+    with open_output(config):
+        pass
     checkpoint = open_method(method_config(config, config.method)) / CHECKPOINT_FOLDER / "step_0000060"
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text("{}")
@@ -178,9 +179,23 @@ def test_overwrite_removes_the_job_and_keeps_the_rest(tmp_path: Path) -> None:
     folder = Path(config.output)
     (folder / "notes.txt").write_text("mine")
     (folder / "index.html").write_text("old")
-    open_output(dataclasses.replace(config, overwrite=True, steps=7))
+    with open_output(dataclasses.replace(config, overwrite=True, steps=7)):
+        pass
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "notes.txt"]
     assert TrainConfig.from_json((folder / "config.json").read_text()).steps == 7
+
+
+def test_the_folder_of_a_job_that_runs_is_left_alone(tmp_path: Path) -> None:
+    config = finished_job(tmp_path)
+    (tmp_path / "out" / "index.html").write_text("old")
+    again = dataclasses.replace(config, overwrite=True, steps=7)
+    refused = pytest.raises(
+        ValueError, match="out belongs to a job that still runs; wait for it, or give"
+    )
+    with open_output(config), refused, open_output(again):
+        pass
+    assert (tmp_path / "out" / "index.html").read_text() == "old"
+    assert TrainConfig.from_json((tmp_path / "out" / "config.json").read_text()) == config
 
 
 def test_missing_module() -> None:

@@ -39,6 +39,7 @@ def test_failing_rank_is_named(
         family=family, pp=2, layers=4, hidden=16, heads=2, seq_length=16, vocab_size=300, microbatches=4,
         steps=3, eval_interval=0, text=str(text), device="cpu", output=str(tmp_path / "out"),
     )  # fmt: skip
-    (folder,) = open_job(config, print)
+    with open_job(config, print) as (folder,):
+        pass
     with pytest.raises(ProcessFailed, match=message):
         run(train_with_fault, str(folder), fault, ranks=2)
