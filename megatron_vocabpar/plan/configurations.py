@@ -27,6 +27,7 @@ from statistics import fmean
 
 from megatron_vocabpar.plan.choice import Choice, Request, longest_tail_ms
 from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
+from megatron_vocabpar.plan.fsdp import fsdp_choices
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.layer_counts import layouts_of
@@ -61,7 +62,7 @@ MEMORY_SAVERS = tuple(product((False, True), ("none", "selective", "full")))
 """(The optimizer is on the host, what is recomputed)."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
-# Larger microbatches help if the start of kernels limits the speed; otherwise they hold more and fill worse.
+SHARDED_MICRO_BATCH = (1, 2, 4, 8)  # with FSDP a larger microbatch gathers weights less often
 _DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
 _LEAST_HELD = {
     "1f1b": 0.9, "zb-h1": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5
@@ -113,8 +114,12 @@ def _sizes(job: Job) -> tuple[int, ...]:
     return job.t, job.p, job.c, job.e, job.micro_batch
 
 
-def _jobs(question: Question) -> Iterator[Job]:
+def _jobs(question: Question, micro_batches: Sequence[int] | None = None) -> Iterator[Job]:
+    """Every job that Megatron accepts; ``micro_batches`` are other sizes than the usual ones."""
     model, fixed = question.model, question.fixed
+    if micro_batches is None:
+        # Larger ones help if the start of kernels limits the speed; else they hold more and fill worse.
+        micro_batches = _MICRO_BATCH if question.hardware.rates.launch_ms and model.experts else (1,)
 
     def sizes(name: str, usual: Sequence[int]) -> Sequence[int]:
         return (int(fixed[name]),) if name in fixed else usual
@@ -126,7 +131,7 @@ def _jobs(question: Question) -> Iterator[Job]:
         sizes("p", [p for p in range(1, deepest + 1) if question.gpus % p == 0]),
         sizes("c", _CONTEXT),
         sizes("e", [e for e in experts if e <= min(question.gpus, model.experts or 1)]),
-        sizes("micro_batch", _MICRO_BATCH if question.hardware.rates.launch_ms and model.experts else (1,)),
+        sizes("micro_batch", micro_batches),
     )
     for t, p, c, e, b in product(*of_all):
         d, left = divmod(question.gpus, t * p * c)
@@ -308,7 +313,26 @@ def best_configurations(
         of_kinds = [[choice for choice in played if kind_of(choice) == kind] for kind in kinds]
         for further in mapper(_other_plays, [question] * len(of_kinds), of_kinds):
             played += further
+    played += sharded(question)
     return _best_of_kinds([*_play_side_in_full(played, False), *_play_side_in_full(played, True)])
+
+
+def sharded(question: Question) -> list[Choice]:
+    """Megatron's FSDP in every configuration of one stage in which it fits; the fastest of each kind."""
+    best: dict[Kind, Choice] = {}
+    for job in _jobs(question, SHARDED_MICRO_BATCH):
+        if job.p > 1:
+            continue
+        for recompute in ("none", "selective", "full"):
+            if question.fixed.get("recompute", recompute) != recompute or question.fixed.get("offload"):
+                continue
+            variant = replace(job, recompute=recompute, distributed_optimizer=True)
+            request = Request(question.model, variant, question.hardware, question.limit_gib)
+            for choice in fsdp_choices(request):
+                kind = kind_of(choice)
+                if choice.fits and (kind not in best or _ms(choice) < _ms(best[kind])):
+                    best[kind] = choice
+    return list(best.values())
 
 
 def _other_plays(question: Question, played: list[Choice]) -> list[Choice]:

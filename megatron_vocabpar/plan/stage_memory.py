@@ -31,7 +31,7 @@ Next: ``price.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vocabpar.plan.job import Job
@@ -95,6 +95,11 @@ class StageMemory:
     @property
     def total(self) -> float:
         return sum(vars(self).values())
+
+    def with_reserve(self) -> StageMemory:
+        """With what PyTorch reserves beyond what is in use, and what is outside PyTorch."""
+        inside = replace(self, reserved=0.0, outside=0.0)
+        return replace(self, reserved=inside.total * RESERVED, outside=_OUTSIDE)
 
 
 class Parameters(NamedTuple):
@@ -207,6 +212,5 @@ def stage_memory(
             inputs,
             _WORKSPACES,
         )
-        reserved, beside = (inside.total * RESERVED, _OUTSIDE) if outside else (0.0, 0.0)
-        stages.append(StageMemory(**{**vars(inside), "reserved": reserved, "outside": beside}))
+        stages.append(inside.with_reserve() if outside else inside)
     return stages

@@ -189,9 +189,7 @@ def test_the_folder_of_a_job_that_runs_is_left_alone(tmp_path: Path) -> None:
     config = finished_job(tmp_path)
     (tmp_path / "out" / "index.html").write_text("old")
     again = dataclasses.replace(config, overwrite=True, steps=7)
-    refused = pytest.raises(
-        ValueError, match="out belongs to a job that still runs; wait for it, or give"
-    )
+    refused = pytest.raises(ValueError, match="out belongs to a job that still runs; wait for it, or give")
     with open_output(config), refused, open_output(again):
         pass
     assert (tmp_path / "out" / "index.html").read_text() == "old"
