@@ -37,6 +37,9 @@ _SWITCHES = (
     ("fp8", ("fp8-format", "fp8")),
     ("flex_dispatcher", ("moe-token-dispatcher-type",)),
     ("recompute", ("recompute-granularity", "recompute-activations", "recompute-modules")),
+    ("recomputed", ("recompute-method", "recompute-num-layers")),
+    ("precision_aware", ("exp-avg-dtype",)),
+    ("tp_overlap", ("tp-comm-overlap",)),
 )
 
 

@@ -187,8 +187,8 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"expert parallel size {job.d * job.t}", changed(e=job.d * job.t)
     if job.recompute == "none":
         yield "--recompute selective, which runs norms and MLPs again", changed(recompute="selective")
-    if job.recompute != "full":
-        yield "--recompute, which costs one more forward pass", changed(recompute="full")
+    if (job.recompute, job.recomputed) != ("full", 1.0):
+        yield "--recompute, which costs one more forward pass", changed(recompute="full", recomputed=1.0)
     if 2 * job.t <= request.hardware.per_node and model.heads % (2 * job.t) == 0:
         t = 2 * job.t
         yield f"tensor parallel size {t} ({2 * job.gpus} GPUs)", changed(t=t)
@@ -237,10 +237,18 @@ def sizes_of(job: Job) -> str:
     sizes = [f"p {job.p}", f"t {job.t}", f"d {job.d}"]
     sizes += [f"c {job.c}"] if job.c > 1 else []
     sizes += [f"e {job.e}"] if job.e > 1 else []
-    sizes += [f"recompute {job.recompute}"] if job.recompute != "none" else []
+    sizes += [f"recompute {recomputation(job)}"] if job.recompute != "none" else []
     sizes += ["distributed optimizer"] if job.distributed_optimizer else []
-    sizes += ["optimizer on the host"] if job.offload else []
+    sizes += ["precision-aware optimizer"] if job.precision_aware else []
+    part = "" if job.offload == 1.0 else f"{job.offload:.0%} of the "
+    sizes += [f"{part}optimizer on the host"] if job.offload else []
     return ", ".join(sizes + (["fp8"] if job.fp8 else []))
+
+
+def recomputation(job: Job) -> str:
+    """What a job recomputes, in a word or two."""
+    partly = job.recompute == "full" and job.recomputed < 1.0
+    return f"full in {job.recomputed:.0%} of layers" if partly else job.recompute
 
 
 def model_notes(model: Model) -> list[str]:
@@ -318,6 +326,7 @@ def nothing_fits(question: Question) -> str:
 def sources(hardware: Hardware) -> Iterator[str]:
     """A line for every number about the GPU, with its source."""
     for name, source in hardware.sources.items():
-        yield f"{name} {getattr(hardware, name):,g}: {source}"
+        value = getattr(hardware, name)
+        yield f"{name} {value if isinstance(value, str | bool) else format(value, ',g')}: {source}"
     for name, source in hardware.rates.sources.items():
         yield f"share {name} {getattr(hardware.rates, name):g}: {source}"

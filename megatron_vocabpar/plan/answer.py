@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from megatron_vocabpar.plan.advice import (
     model_notes,
     nothing_fits,
     reasons,
+    recomputation,
     redistribution,
     remedies,
     shares,
@@ -35,8 +37,7 @@ from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
 from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import MOST, Question
-from megatron_vocabpar.plan.job import Job, refused
-from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.plays import stock_choices
 from megatron_vocabpar.plan.stage_memory import GIB
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -208,8 +209,9 @@ def _cells_of_job(choice: Choice, best: Choice | None) -> list[str]:
 def cells(choice: Choice) -> list[str]:
     """A row of the table: seven sizes, the schedule, what saves memory, ms, MFU, GiB, what binds it."""
     job = choice.request.job
-    saved = [job.recompute] if job.recompute != "none" else []
-    saved += ["host step"] if job.offload else []
+    saved = [recomputation(job)] if job.recompute != "none" else []
+    saved += ["16-bit moments"] if job.precision_aware else []
+    saved += [f"{job.offload:.0%} host step"] if job.offload else []
     return [
         *map(str, (job.t, job.p, job.d, job.c, job.e, job.micro_batch, job.m)),
         choice.name,
@@ -290,11 +292,12 @@ def _gib(parts: dict[str, float]) -> dict[str, float]:
 
 def flags_of(choice: Choice) -> list[str]:
     """Megatron's flags for the job's sizes, the layout and this package, beside those of the model itself."""
-    return [*_job_arguments(choice.request.model, choice.request.job), *placing_flags(choice)]
+    return [*_job_arguments(choice), *placing_flags(choice)]
 
 
-def _job_arguments(model: Model, job: Job) -> list[str]:
+def _job_arguments(choice: Choice) -> list[str]:
     """The flags that spread the model as the job says, and feed it."""
+    request, model, job = choice.request, choice.request.model, choice.request.job
     sizes = {
         "pipeline": job.p,
         "tensor": job.t,
@@ -308,7 +311,10 @@ def _job_arguments(model: Model, job: Job) -> list[str]:
     if model.experts:
         flags += ["--expert-tensor-parallel-size 1"] if job.expert_tensor < job.t else []
         flags.append(f"--moe-token-dispatcher-type {'flex' if job.flex_dispatcher else 'alltoall'}")
+        backend = request.hardware.flex_backend if job.flex_dispatcher else ""
+        flags += [f"--moe-flex-dispatcher-backend {backend}"] if backend else []
     flags += ["--sequence-parallel"] if job.t > 1 else []
+    flags += ["--tp-comm-overlap"] if job.tp_overlap and job.t > 1 else []
     flags += ["--use-distributed-optimizer"] if job.distributed_optimizer else []
     if job.overlap and job.d * job.c > 1:
         flags += ["--overlap-grad-reduce"]
@@ -316,19 +322,36 @@ def _job_arguments(model: Model, job: Job) -> list[str]:
     if job.offload:
         flags += [
             "--optimizer-cpu-offload",
-            "--optimizer-offload-fraction 1.0",
+            f"--optimizer-offload-fraction {job.offload:g}",
             "--use-precision-aware-optimizer",
+        ]
+    if job.precision_aware:
+        flags += [
+            "--use-precision-aware-optimizer",
+            "--main-grads-dtype bf16",
+            "--grad-reduce-in-bf16",
+            "--exp-avg-dtype bf16",
+            "--exp-avg-sq-dtype bf16",
         ]
     flags += ["--fp8-format hybrid"] if job.fp8 else []
     return [
         *flags,
-        *_recompute(model, job),
+        *_recompute(choice),
         f"--micro-batch-size {job.micro_batch}",
         f"--global-batch-size {job.micro_batch * job.m * job.d}",
     ]
 
 
-def _recompute(model: Model, job: Job) -> list[str]:
+def _recompute(choice: Choice) -> list[str]:
+    model, job = choice.request.model, choice.request.job
+    if job.recompute == "full" and job.recomputed < 1.0:
+        longest = max(choice.layers, default=-(-model.layers // job.p))
+        layers = ceil(job.recomputed * longest)
+        return [
+            "--recompute-granularity full",
+            "--recompute-method block",
+            f"--recompute-num-layers {layers}",
+        ]
     if job.recompute == "full":
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     if job.recompute != "selective":

@@ -8,8 +8,9 @@ not played if its bound is above the best time of its kind, or above that of the
 that is neither faster than these nor near the best of all is not priced (``price.py``). ``choose`` then finds
 the fastest of ours and of Megatron's.
 
-Recomputation and an optimizer on the host save memory and cost time. A schedule takes the first of
-``MEMORY_SAVERS`` with which it fits, in the order of their bounds.
+Recomputation, an optimizer on the host and the precision-aware optimizer save memory and cost time or digits.
+A schedule takes the first of ``memory_variants`` with which it fits, in the order of their bounds. Megatron's
+FSDP, which has no pipeline, is worked out for all configurations (``fsdp.py``).
 
 The same question always has the same answer: nothing depends on the clock.
 Next: ``answer.py``, which prints them.
@@ -20,10 +21,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice, product
 from math import inf
 from statistics import fmean
+from typing import Any
 
 from megatron_vocabpar.plan.choice import Choice, Request, longest_tail_ms
 from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
@@ -58,8 +59,12 @@ OURS = (  # baseline is the quickest to work out; of equally fast ones the first
     *((VOCAB_1, family) for family in ("v-min", "v-half", "v-zb", "dualpipev", "zb-h1", "1f1b")),
 )
 OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best configurations are played with
-MEMORY_SAVERS = tuple(product((False, True), ("none", "selective", "full")))
-"""(The optimizer is on the host, what is recomputed)."""
+_OPTIMIZERS = ((0.0, False), (0.0, True), (0.5, False), (1.0, False))
+"""(The share of the optimizer on the host, it is precision-aware)."""
+_RECOMPUTE = (("none", 1.0), ("selective", 1.0), *(("full", eighths / 8) for eighths in range(1, 9)))
+"""(What is recomputed, the share of layers for which a full recomputation holds)."""
+_DIGITS = 1.03
+"""Moments in 16 bits are taken where everything that changes no digit is this many times as slow, or more."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
 SHARDED_MICRO_BATCH = (1, 2, 4, 8)  # with FSDP a larger microbatch gathers weights less often
@@ -146,7 +151,9 @@ def _jobs(question: Question, micro_batches: Sequence[int] | None = None) -> Ite
         job = Job(
             p=p, t=t, c=c, d=d, e=e, m=question.batch // (b * d), micro_batch=b,
             distributed_optimizer=bool(fixed.get("distributed_optimizer", d * c > 1)),
-            fp8=bool(fixed.get("fp8", False)), flex_dispatcher=bool(fixed.get("flex_dispatcher", False)),
+            fp8=bool(fixed.get("fp8", False)),
+            flex_dispatcher=bool(fixed.get("flex_dispatcher", e > 1 and question.hardware.flex_backend)),
+            tp_overlap=bool(fixed.get("tp_overlap", t > 1 and question.hardware.userbuffers)),
         )  # fmt: skip
         if next(refused(model, job), None) is None:
             yield job
@@ -198,15 +205,30 @@ def _evenly(model: Model, p: int) -> tuple[Method, Placement, tuple[int, ...]]:
 
 
 def memory_variants(question: Question, job: Job) -> list[Job]:
-    """The job with each of ``MEMORY_SAVERS``, by their bounds; only a distributed optimizer can be moved."""
-    fixed = question.fixed
-    wanted = [
-        replace(job, offload=offload, recompute=recompute)
-        for offload, recompute in MEMORY_SAVERS
-        if (fixed.get("recompute", recompute), fixed.get("offload", offload)) == (recompute, offload)
-        and (job.distributed_optimizer or not offload)
-    ]
-    return sorted(wanted, key=partial(bound_ms, question))
+    """The job with every saver of memory, by their bounds; only a distributed optimizer can be changed."""
+    return [variant for _, variant in _variants(question, job)]
+
+
+def _variants(question: Question, job: Job) -> list[tuple[float, Job]]:
+    """``memory_variants``, each with its bound in ms."""
+    fixed: Mapping[str, Any] = question.fixed
+    wanted = {}
+    for (offload, precision_aware), (recompute, recomputed) in product(_OPTIMIZERS, _RECOMPUTE):
+        saved: dict[str, Any] = {
+            "offload": offload,
+            "precision_aware": precision_aware,
+            "recompute": recompute,
+            "recomputed": recomputed,
+        }
+        decided = {name: fixed[name] for name in saved if name in fixed}
+        if job.distributed_optimizer or not (offload or precision_aware):
+            variant = replace(job, **saved | decided)
+            wanted[variant] = bound_ms(question, variant)
+
+    def order(row: tuple[float, Job]) -> float:
+        return row[0] * (_DIGITS if row[1].precision_aware else 1.0)
+
+    return sorted(((bound, variant) for variant, bound in wanted.items()), key=order)
 
 
 def quick_plays(
@@ -218,11 +240,12 @@ def quick_plays(
     ``best_ms``, the least known of all configurations, what comes near it stays.
     """
     ours: list[Choice] = []
+    variants = _variants(question, job)
     for method, family in OURS if job.p > 1 else ():
         if can_pair(question.model, job) or not family_named(family).pairs:
             least = min(map(_ms, ours), default=inf)
             limits = min(ours_ms, least), _NEAR_BEST * min(best_ms, least)
-            ours += _fitting(question, job, method, family, limits, _LAYOUTS)
+            ours += _fitting(question, variants, method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
         below_ms = min([stock_ms, *map(_ms, stock)])
@@ -231,7 +254,7 @@ def quick_plays(
             layouts = (layout for layout in layouts_of(request) if layout.overlaps == overlaps)
             return quick_stock_choices(request, layouts, below_ms)
 
-        stock += _first_that_fits(question, job, "stock", played, below_ms)
+        stock += _first_that_fits(question, variants, "stock", played, below_ms)
     return [*_near_best(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
 
@@ -243,7 +266,7 @@ def _near_best(choices: list[Choice]) -> list[Choice]:
 
 def _fitting(
     question: Question,
-    job: Job,
+    variants: Sequence[tuple[float, Job]],
     method: str,
     family: str,
     limits: tuple[float, float],
@@ -258,18 +281,22 @@ def _fitting(
     def played(request: Request) -> list[Choice]:
         return choices_of(request, method, family, below_ms=below_ms, near_ms=near_ms, most=most)
 
-    return _first_that_fits(question, job, family, played, below_ms)
+    return _first_that_fits(question, variants, family, played, below_ms)
 
 
 def _first_that_fits(
-    question: Question, job: Job, family: str, played: Callable[[Request], list[Choice]], below_ms: float
+    question: Question,
+    variants: Sequence[tuple[float, Job]],
+    family: str,
+    played: Callable[[Request], list[Choice]],
+    below_ms: float,
 ) -> list[Choice]:
-    """What fits in the first of the job's memory variants in which any fits, unless all take ``below_ms``."""
+    """What fits in the first of a job's variants in which any fits, but for those that take ``below_ms``."""
     needed_gib = 0.0
-    for variant in memory_variants(question, job):
-        if bound_ms(question, variant) >= below_ms:
-            return []
-        if not _fits_with(question, variant, _LEAST_HELD[family] * job.p, mean=True):
+    for bound, variant in variants:
+        if bound >= below_ms:
+            continue
+        if not _fits_with(question, variant, _LEAST_HELD[family] * variant.p, mean=True):
             needed_gib = needed_gib or question.limit_gib
             continue
         request = Request(question.model, variant, question.hardware, question.limit_gib)
@@ -323,10 +350,9 @@ def sharded(question: Question) -> list[Choice]:
     for job in _jobs(question, SHARDED_MICRO_BATCH):
         if job.p > 1:
             continue
-        for recompute in ("none", "selective", "full"):
-            if question.fixed.get("recompute", recompute) != recompute or question.fixed.get("offload"):
+        for variant in memory_variants(question, replace(job, distributed_optimizer=True)):
+            if variant.offload or variant.precision_aware:
                 continue
-            variant = replace(job, recompute=recompute, distributed_optimizer=True)
             request = Request(question.model, variant, question.hardware, question.limit_gib)
             for choice in fsdp_choices(request):
                 kind = kind_of(choice)
@@ -343,11 +369,14 @@ def _other_plays(question: Question, played: list[Choice]) -> list[Choice]:
         family, job = choice.family, choice.request.job
         for method in dict.fromkeys((choice.method, *OTHERS)):
             if family == "1f1b" or method not in ONLY_1F1B:
-                key = method, family, replace(job, offload=False, recompute="none")
+                plain: dict[str, Any] = {"offload": 0.0, "precision_aware": False, "recompute": "none"}
+                key = method, family, replace(job, recomputed=1.0, **plain)
                 if key not in asked:
                     asked.add(key)
                     least = min(map(_ms, [*near, *further]))
-                    further += _fitting(question, job, method, family, (least, _NEAR_BEST * least))
+                    further += _fitting(
+                        question, _variants(question, job), method, family, (least, _NEAR_BEST * least)
+                    )
     return further
 
 

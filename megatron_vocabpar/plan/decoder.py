@@ -152,7 +152,18 @@ class Decoder:
         return [(count / len(layers), self.like(kind)) for kind, count in Counter(layers).items()]
 
     def stages(self, counts: Sequence[int]) -> list[tuple[int, Self]]:
-        """For each stage, its number of layers and a model with layers as they are there."""
+        """For each stage, its number of layers and a model with layers as they are there.
+
+        A GPT's dense layers come first: of DeepSeek-V3's 61 layers on 16 stages the first one has all three.
+        """
+        if not self.pattern and self.experts and self.dense_layers:
+            sparse, dense, stages = self.with_head_layers, self.dense_layers, []
+            for count in counts:
+                of_stage = min(count, dense)
+                dense -= of_stage
+                mixed = replace(self, layers=count, dense_layers=of_stage) if of_stage else sparse
+                stages.append((count, mixed))
+            return stages
         if not self.pattern:
             return [(count, self) for count in counts]
         layers, stages = layers_in(self.pattern), []

@@ -109,7 +109,7 @@ def _choice(request: Request, shards: int, width: int, paired: bool) -> Choice:
     )
     whole = _whole_layers(request)
     activations = Held(2.0 if paired else 1.0)
-    (stage,) = stage_memory(model, job, method, placement, (model.layers,), [activations], Bytes(0, 0, 0))
+    (stage,) = stage_memory(model, job, method, placement, (model.layers,), [activations])
     stage = replace(
         stage,
         weights=updated * _WEIGHT + whole * _WEIGHT,

@@ -29,6 +29,8 @@ the times in arXiv 2603.07685 for 64 ranks of experts: 930 and 675 us on GB200, 
 4,096 tokens of DeepSeek-V3 on each rank are assumed."""
 NETWORK_REACHES = 0.85
 """Share of the network's rate for collectives and transfers between stages: assumed."""
+TENSOR_HIDES = 0.7
+"""Share of tensor parallelism's communication that ``--tp-comm-overlap`` hides: assumed."""
 _HALF, _FLOAT = 2, 4  # bytes of an element
 
 
@@ -77,6 +79,9 @@ class Hardware:
         per_node, per_host: the GPUs that the link connects, and the GPUs of one host.
         multiprocessors: of the GPU; AMD's compute units.
         transfer_share: of the link's rate, what transfers between stages reach.
+        flex_backend: the backend of Megatron's dispatcher ``flex`` on this GPU; empty without one.
+        userbuffers: Transformer Engine overlaps tensor parallelism with products (``--tp-comm-overlap``),
+            which it does over NVLink.
         sources: the source of each number.
     """
 
@@ -93,6 +98,8 @@ class Hardware:
     transfer_share: float = 36.4 / 300
     per_node: int = 8
     per_host: int = 8
+    flex_backend: str = ""
+    userbuffers: bool = False
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
     def connected(self, **figures: float | None) -> Hardware:
@@ -111,7 +118,11 @@ def hardware_named(name: str) -> Hardware:
     return presets[name.upper()]
 
 
-_SHARE = {"transfer_share": "NVLink: 12.6 MB in 0.35 ms, the artifact's passes on A100"}
+_USUAL = {
+    "transfer_share": "NVLink: 12.6 MB in 0.35 ms, the artifact's passes on A100",
+    "flex_backend": "none that Megatron core 0.19 has for this GPU",
+    "userbuffers": "none without NVLink, and not tried on AMD's",
+}
 
 
 @cache
@@ -125,7 +136,7 @@ def hardware_presets() -> dict[str, Hardware]:
         for name, entry in _data("rates").items()
     }
     return {
-        name: Hardware(name, rates[entry["rates"]], **entry["figures"], sources=_SHARE | entry["sources"])
+        name: Hardware(name, rates[entry["rates"]], **entry["figures"], sources=_USUAL | entry["sources"])
         for name, entry in _data("hardware").items()
     }
 
@@ -195,7 +206,7 @@ def tensor_ms(model: Model, job: Job, hardware: Hardware) -> float:
     """
     tokens = model.seq_length * job.micro_batch / job.c
     once = gather_ms(_HALF * tokens * model.hidden, Group(job.t, 1), hardware)
-    return 2 * (sum(model.parts.values()) - model.sparse) * once
+    return 2 * (sum(model.parts.values()) - model.sparse) * once * (1.0 - TENSOR_HIDES * job.tp_overlap)
 
 
 def context_ms(model: Model, job: Job, hardware: Hardware) -> float:
@@ -209,7 +220,7 @@ def context_ms(model: Model, job: Job, hardware: Hardware) -> float:
 
 
 def gradients_ms(shared: float, experts: float, job: Job, hardware: Hardware) -> tuple[float, float]:
-    """The ms of reducing a rank's gradients in float32, and of gathering its weights.
+    """The ms of reducing a rank's gradients, and of gathering its weights.
 
     ``shared`` and ``experts`` are the rank's parameters outside experts and in them.
     """
@@ -220,7 +231,7 @@ def gradients_ms(shared: float, experts: float, job: Job, hardware: Hardware) ->
     )
     scattered, gathered = (
         sum(gather_ms(number * width, group, hardware) for number, group in groups)
-        for width in (_FLOAT, _HALF)
+        for width in (_HALF if job.precision_aware else _FLOAT, _HALF)
     )
     if job.distributed_optimizer:
         return scattered, gathered

@@ -30,7 +30,10 @@ class Job:
         overlap: gradients are reduced, and weights gathered, while passes run.
         recompute: ``none``; ``selective``: norms, activation functions and dense MLPs run again; ``full``:
             layers keep only their input.
-        offload: optimizer states are on the host, which runs the optimizer's step.
+        recomputed: of full recomputation, the share of layers whose forward runs again; the others keep all.
+        offload: the share of optimizer states on the host, which runs their part of the optimizer's step.
+        precision_aware: gradients and Adam's moments are in 16 bits, and weights of the optimizer in 32.
+        tp_overlap: tensor parallelism communicates beside products, where W is not split off.
         fp8: products of layers are in 8 bits.
         flex_dispatcher: a token goes once to each node that has experts for it, as DeepEP sends it.
     """
@@ -45,7 +48,10 @@ class Job:
     distributed_optimizer: bool = False
     overlap: bool = True
     recompute: str = "none"
-    offload: bool = False
+    recomputed: float = 1.0
+    offload: float = 0.0
+    precision_aware: bool = False
+    tp_overlap: bool = False
     fp8: bool = False
     flex_dispatcher: bool = False
 

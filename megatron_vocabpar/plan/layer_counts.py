@@ -32,8 +32,6 @@ from megatron_vocabpar.schedule.times.redistribution import cut, layout, redistr
 from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, Method, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
-CHUNKS = (1, 2, 3, 4, 5, 6, 8, 12, 24)
-"""The numbers of model chunks with which Megatron's own schedule is tried."""
 _ROUNDING = 1e-6  # ms
 _BY_HAND = ", by hand"
 
@@ -263,9 +261,7 @@ def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[StockLayout]:
     first = sum(costs.first_rank_extra.values())
     last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
     hidden = mean_of(costs.hidden_ms) * p / layers
-    for chunks in CHUNKS:
-        if p * chunks - 2 > layers or (chunks > 1 and p < 2):
-            return
+    for chunks in range(1, max(1, (layers + 2) // p) + 1 if p > 1 else 2):
         name = "1f1b" if chunks == 1 else f"interleaved x{chunks}"
         yield from _placed(
             layers, p, StockLayout(name, chunks, (), ()), (first, last, layer), costs.mtp_depths

@@ -49,6 +49,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Schedule
 
 _CLEARLY = 1.005  # over the best: launches and prices change a schedule's time by less
+_WORTH = 0.998  # of the fastest so far: what a layout with more chunks must promise to be played
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _PLAYS = 300  # of a pattern's placements
 
@@ -67,6 +68,8 @@ def played(
     Raises:
         ValueError: if it cannot run.
     """
+    if family.splits_w and request.job.tp_overlap:  # Transformer Engine cannot delay W beside it
+        request = replace(request, job=replace(request.job, tp_overlap=False))
     job = request.job
     m = min(job.m, microbatches or request.trial_microbatches)
     costs = costs_of(request, layers)
@@ -252,15 +255,15 @@ def quick_stock_choices(
 ) -> list[Choice]:
     """Megatron's own schedules with these layouts, each played for a few microbatches if it fits.
 
-    A layout that does not fit takes ``inf``. A layout whose bound is not below ``below_ms`` and the fastest
-    layout before it is not played, and has a problem.
+    A layout that does not fit takes ``inf``. A layout whose bound is not below ``below_ms``, and by a little
+    below the fastest layout before it, is not played, and has a problem: more chunks often promise less.
     """
     choices: list[Choice] = []
     for layout in layouts:
         choice = stock_choice(request, layout)
         choices.append(play_stock(choice, quick=True, below_ms=below_ms) if choice.fits else choice)
         if choices[-1].fits:
-            below_ms = min(below_ms, choices[-1].iteration_ms)
+            below_ms = min(below_ms, _WORTH * choices[-1].iteration_ms)
     return choices
 
 

@@ -263,10 +263,38 @@ def job_from_arguments(given: Given, sizes: Mapping[str, Any]) -> Job:
         or bool(sizes.get("distributed_optimizer")),
         overlap=_overlap(given),
         recompute=str(sizes.get("recompute") or _recompute(given)),
-        offload="optimizer-cpu-offload" in given or bool(sizes.get("offload")),
+        recomputed=1.0 if sizes.get("recompute") else _recomputed(given, p),
+        offload=1.0 if sizes.get("offload") else _offload(given),
+        precision_aware=given.text("exp-avg-dtype") == "bf16",
+        tp_overlap="tp-comm-overlap" in given,
         fp8="fp8-format" in given or "fp8" in given or bool(sizes.get("fp8")),
         flex_dispatcher=given.text("moe-token-dispatcher-type") == "flex",
     )
+
+
+def _recomputed(given: Given, p: int) -> float:
+    """The share of layers that ``--recompute-method block`` runs again: so many of every model chunk."""
+    if given.text("recompute-method") != "block":
+        return 1.0
+    chunks = given.number("num-virtual-stages-per-pipeline-rank", 1)
+    layers = given.number("num-layers", 0) / (p * chunks)
+    return min(1.0, given.number("recompute-num-layers", 1) / layers) if layers else 1.0
+
+
+def _offload(given: Given) -> float:
+    """The share of optimizer states on the host."""
+    if "optimizer-cpu-offload" not in given:
+        return 0.0
+    text = given.text("optimizer-offload-fraction", "1.0")
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(
+            f"{given.source}: --optimizer-offload-fraction is {text[:40]!r}; give a number from 0 to 1"
+        )
+    return share
 
 
 def _overlap(given: Given) -> bool:

@@ -53,6 +53,7 @@ class Bytes:
     """Bytes of one parameter and of one logit, by use.
 
     Attributes:
+        lean_gradients, lean_optimizer: with the precision-aware optimizer, whose weights are in 32 bits.
         shard_logit: of a method that partitions, from S to T.
         chunk: not of one logit: the most of a shard's float32 logits at a time.
         logit: of the whole output layer.
@@ -61,6 +62,8 @@ class Bytes:
     weights: float = 2
     gradients: float = 4
     optimizer: float = 12
+    lean_gradients: float = 2
+    lean_optimizer: float = 8
     shard_logit: float = 2
     chunk: float = 128 * 2.0**20
     logit: float = 6
@@ -142,7 +145,8 @@ def parameters_of(
 def _activation(model: Model, job: Job) -> float:
     """Bytes that a layer keeps of one token."""
     if job.recompute == "full":
-        return 2 * model.hidden
+        kept = (1.0 - job.recomputed) * _UNCOUNTED * model.activation_bytes
+        return kept + job.recomputed * 2 * model.hidden
     return _UNCOUNTED * (model.selective_bytes if job.recompute == "selective" else model.activation_bytes)
 
 
@@ -205,8 +209,10 @@ def stage_memory(
         count = sum(parameters[rank])
         inside = StageMemory(
             count * bytes_.weights,
-            count * bytes_.gradients,
-            0.0 if job.offload else parameters[rank].updated(job) * bytes_.optimizer,
+            count * (bytes_.lean_gradients if job.precision_aware else bytes_.gradients),
+            (1.0 - job.offload)
+            * parameters[rank].updated(job)
+            * (bytes_.lean_optimizer if job.precision_aware else bytes_.optimizer),
             activations,
             output,
             inputs,

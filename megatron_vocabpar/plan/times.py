@@ -132,7 +132,8 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) ->
     exchange = 2 * exchange_ms(model, job, hardware)  # there and back
     context = max(0.0, context_ms(model, job, hardware) - attention)
     forward = products + experts + attention + tensor + context + exchange
-    repeated = {"none": 0.0, "selective": model.repeated_flops * each / rate, "full": forward}[job.recompute]
+    selective = model.repeated_flops * each / rate
+    repeated = {"none": 0.0, "selective": selective, "full": job.recomputed * forward}[job.recompute]
     return Layer(products, experts, attention, tensor, context, exchange, repeated)
 
 
@@ -232,12 +233,12 @@ def tail_ms(
     return scattered + gathered + step_ms(updated, hardware, offload=job.offload)
 
 
-def step_ms(parameters: float, hardware: Hardware, *, offload: bool = False) -> float:
-    """The ms of the optimizer's step; on the host, with the transfers of gradients and weights."""
-    if not offload:
-        return parameters * _STEP_BYTES / (hardware.memory_gb_s * 1e6)
+def step_ms(parameters: float, hardware: Hardware, *, offload: float = 0.0) -> float:
+    """The ms of the optimizer's step, of which the host does the share ``offload``, with the transfers."""
+    device = parameters * _STEP_BYTES / (hardware.memory_gb_s * 1e6)
     moved = parameters * (_GRADIENT + _HALF) / (hardware.host_gb_s * 1e6)
-    return moved + parameters * _STEP_BYTES / (_HOST_MEMORY_GB_S * 1e6)
+    host = moved + parameters * _STEP_BYTES / (_HOST_MEMORY_GB_S * 1e6)
+    return (1.0 - offload) * device + offload * host
 
 
 def _output_times(shard_ms: float, p: int, transfer: float) -> dict[str, dict[str, float]]:

@@ -18,7 +18,7 @@ from megatron_vocabpar.plan import choices as choosing
 from megatron_vocabpar.plan import configurations as planning
 from megatron_vocabpar.plan import plays as playing
 from megatron_vocabpar.plan.advice import binds, shares, shown, sources, stock_best
-from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json
+from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json, flags_of
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, choices_of, mapping
 from megatron_vocabpar.plan.configurations import (
@@ -61,7 +61,7 @@ def test_the_best_of_all_ways_is_found() -> None:
     found = best_configurations(asked)
     every = [*planning.OURS, *(("vocab-2", family) for _, family in planning.OURS), ("interlaced", "1f1b")]
     times = []
-    for t, p, c, offload, recompute in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (False, True), RECOMPUTE):
+    for t, p, c, offload, recompute in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (0.0, 1.0), RECOMPUTE):
         if 4 % (t * p * c) or asked.model.seq_length < 2048 * c:
             continue
         d = 4 // (t * p * c)
@@ -172,20 +172,62 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_what_is_fixed_stays() -> None:
-    found = searched(gpus=2, t=2, c=1, recompute="full", offload=False)
+    found = searched(gpus=2, t=2, c=1, recompute="full", offload=0.0)
     assert found
     for job in (choice.request.job for choice in found):
-        assert (job.t, job.recompute, job.offload) == (2, "full", False)
+        assert (job.t, job.recompute, job.offload) == (2, "full", 0.0)
 
 
 def test_a_rung_is_climbed_where_memory_lacks() -> None:
     asked = question(small(), gpus=2, p=2, t=1, c=1)
-    assert [job.recompute for job in memory_variants(asked, Job(p=2))] == ["none", "selective", "full"]
+    tried = [(job.recompute, job.recomputed) for job in memory_variants(asked, Job(p=2))]
+    assert sorted(tried) == sorted(
+        [("none", 1.0), ("selective", 1.0), *(("full", k / 8) for k in range(1, 9))]
+    )
+    assert [tried[0], tried[-1]] == [("none", 1.0), ("full", 1.0)]
     assert searched(gpus=2, p=2, t=1, c=1)[0].request.job.recompute == "none"
     saved = searched(gpus=2, limit_gib=24.0, p=2, t=1, c=1)
-    assert {choice.request.job.recompute for choice in saved} == {"selective"}
+    assert "none" not in {choice.request.job.recompute for choice in saved}
     assert all(choice.needed_gib > 24.0 for choice in saved)
     assert all("memory: more than 24 GiB" in binds(choice) for choice in saved)
+
+
+def test_moments_in_16_bits_come_where_what_changes_no_digit_is_slower() -> None:
+    asked = question(small(), gpus=4, p=2, t=1, c=1)
+    tried = memory_variants(asked, Job(p=2, d=2, distributed_optimizer=True))
+    lean = next(k for k, job in enumerate(tried) if job.precision_aware)
+    times = [bound_ms(asked, job) for job in tried]
+    assert all(ms <= 1.03 * times[lean] for ms in times[:lean])
+    assert all(
+        1.03 * times[lean] <= ms
+        for job, ms in zip(tried[lean:], times[lean:], strict=True)
+        if not job.precision_aware
+    )
+    assert tried[0] == Job(p=2, d=2, distributed_optimizer=True)
+    halves = [job.offload for job in tried if job.recompute == "none" and not job.precision_aware]
+    assert halves == [0.0, 0.5, 1.0]
+
+
+def test_tokens_of_experts_go_once_to_a_node_where_the_gpu_can() -> None:
+    model = replace(model_preset("qwen3-30b-a3b"), layers=8)
+    for name, flex in (("H100", True), ("A100", False)):
+        gpu = hardware_named(name)
+        jobs = [job for _, job in configurations(Question(model, gpu, 16, 16, 79.0, {"p": 2, "c": 1}))]
+        assert {job.flex_dispatcher for job in jobs if job.e > 1} == {flex}
+        assert not any(job.flex_dispatcher for job in jobs if job.e == 1)
+
+
+def test_tensor_parallelism_is_hidden_where_w_is_not_split_off() -> None:
+    asked = question(small(), gpus=4, p=2, t=2, c=1)
+    ((_, job),) = configurations(asked)
+    assert job.tp_overlap
+    plays = {choice.family: choice for choice in quick_plays(asked, job)}
+    apart = {"v-half", "v-min", "v-zb", "zb-h1"} & set(plays)
+    assert apart
+    assert not any(plays[family].request.job.tp_overlap for family in apart)
+    assert all("--tp-comm-overlap" not in flags_of(plays[family]) for family in apart)
+    stock = next(choice for choice in plays.values() if choice.stock)
+    assert "--tp-comm-overlap" in flags_of(stock)
 
 
 def test_experts_are_exchanged_within_a_node_if_they_can_be() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import pytest
 
 from lab.paper.published import cells, peak_gib
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.stage_memory import parameters_of
-from megatron_vocabpar.schedule.words.methods import METHODS
+from megatron_vocabpar.plan.stage_memory import Held, StageMemory, parameters_of, stage_memory
+from megatron_vocabpar.schedule.words.methods import BASELINE, METHODS, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 
@@ -55,3 +56,36 @@ def test_the_ranks_hold_the_model(name: str, method: str, shape: str) -> None:
         experts = model.expert_weights * model.layers
         assert sum(held.experts for held in divided) == pytest.approx(experts * replicas / 4)
         assert sum(ours) == pytest.approx((sum(map(sum, counts)) - experts) / 4 + experts / 4)
+
+
+def test_dense_layers_that_come_first_are_on_the_first_stage() -> None:
+    """DeepSeek-V3 on 16 stages: three layers without experts, which the mean layer would spread over all."""
+    model, layers = model_preset("deepseek-v3"), (4, *(4,) * 14, 1)
+    job, method = Job(p=16, t=1, d=1), method_named(BASELINE)
+    ranks = parameters_of(model, job, method, Placement(16, 1, "standard"), layers)
+    of_layer = model.experts * model.weights_of_an_expert
+    assert [rank.experts / of_layer for rank in ranks[:3]] == pytest.approx([1, 4, 4])
+    heads = model.mtp_depths * model.with_head_layers.expert_weights
+    assert sum(rank.experts for rank in ranks) == pytest.approx(58 * of_layer + heads)
+    assert sum(sum(rank) for rank in ranks) == pytest.approx(model.parameters, rel=0.01)
+    held = [Held(1.0)] * 16
+    first, second, *_ = stage_memory(model, job, method, Placement(16, 1, "standard"), layers, held)
+    assert first.optimizer < second.optimizer / 2
+
+
+def test_a_part_of_the_layers_and_of_the_optimizer_costs_its_part() -> None:
+    model, method, one = model_preset("llama-3.1-8b"), method_named(BASELINE), Placement(2, 1, "standard")
+
+    def stage(**settings: Any) -> StageMemory:
+        job = Job(p=2, d=2, distributed_optimizer=True, **settings)
+        return stage_memory(model, job, method, one, (16, 16), [Held(2.0)] * 2)[0]
+
+    plain, whole, half = stage(), stage(recompute="full"), stage(recompute="full", recomputed=0.5)
+    again = model.activation_bytes * 34.3 / 34.0 * model.seq_length  # the layer that runs again is held whole
+    middle = (plain.activations + again + whole.activations) / 2
+    assert half.activations == pytest.approx(middle, rel=0.01)
+    assert stage(offload=0.5).optimizer == pytest.approx(plain.optimizer / 2)
+    lean = stage(precision_aware=True)
+    assert (lean.optimizer / plain.optimizer, lean.gradients / plain.gradients) == pytest.approx(
+        (8 / 12, 0.5)
+    )

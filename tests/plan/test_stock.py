@@ -83,3 +83,10 @@ def test_bounds_are_below_what_is_played(name: str, job: Job) -> None:
         played = play_stock(choice, quick=True)
         assert 0.5 * played.iteration_ms < choice.iteration_ms <= 1.0001 * played.iteration_ms
         assert "takes at least" in play_stock(choice, below_ms=choice.iteration_ms).problem
+
+
+def test_every_number_of_chunks_that_fills_the_stages_is_tried() -> None:
+    request = Request(model_preset("llama-3.1-405b"), Job(p=9, m=18), hardware_named("H200"), 140.0)
+    assert {one.chunks for one in layouts_of(request)} == set(range(1, 15))
+    shallow = replace(request, job=Job(p=4, m=16), model=model_preset("llama-3.1-70b"))
+    assert {5, 7, 10, 14, 16, 20} <= {one.chunks for one in layouts_of(shallow)}
