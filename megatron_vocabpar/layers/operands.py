@@ -5,7 +5,7 @@ Next: ``output/plain.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,61 +103,45 @@ class Tokens(NamedTuple):
         else:
             add_product_(main_grad, true_columns(e, main_grad).t(), x, factor)
 
-    def exponentials_with(
-        self,
-        weight: Tensor,
-        *,
-        e: Tensor | None = None,
-        transient: bool = False,
-        offset: Tensor | None = None,
-        stats: Tensor | None = None,
-        columns: Sequence[str] = (),
-    ) -> Iterator[tuple[slice, Exponentials]]:
-        """``exponentials`` of the products with the weight [P, H]."""
-        # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
-        wide = e if self.storage == result_dtype(self.x.dtype) else None
-        return self.exponentials(
-            lambda rows: self.logits(weight, rows, None if wide is None else part_of(wide, rows)),
-            e=e, transient=transient, offset=offset, stats=stats, columns=columns,
-        )  # fmt: skip
+    @property
+    def chunks(self) -> Sequence[slice]:
+        """Slices of tokens whose logits exist at one time."""
+        (n, hidden), shard = self.x.shape, self.shard
+        return product_chunks(self.x.device, n, shard.rows, hidden, self.options.rows_per_chunk)
+
+    def transient(self, logits: Tensor) -> Tensor:
+        """Memory for exponentials that are dropped behind their product: that of the logits if it fits."""
+        return logits if logits.dtype == self.storage else torch.empty_like(logits, dtype=self.storage)
 
     def exponentials(
         self,
-        logits_of: Callable[[slice], Tensor],
+        logits: Tensor,
+        rows: slice,
+        out: Tensor | None = None,
         *,
-        e: Tensor | None = None,
-        transient: bool = False,
         offset: Tensor | None = None,
         stats: Tensor | None = None,
         columns: Sequence[str] = (),
-    ) -> Iterator[tuple[slice, Exponentials]]:
-        """Run the row kernel on chunks of tokens; it overwrites their logits.
+    ) -> Exponentials:
+        """The row kernel on the logits [c, P] of a chunk, which it overwrites.
 
-        Exponentials are stored in ``e``. Without it those of one chunk exist at a time if ``transient``; they
-        overwrite their logits if both have one dtype.
+        ``out`` is [c, P]; ``offset`` [n] and ``stats`` [n, 4 + columns] are those of all tokens.
         """
-        (n, hidden), storage, options = self.x.shape, self.storage, self.options
-        run, valid, terms = self.kernels.exponentials, self.shard.valid_rows, options.terms
-        for rows in product_chunks(self.x.device, n, self.shard.rows, hidden, options.rows_per_chunk):
-            logits = logits_of(rows)
-            target_rows, out, given, place = self.targets.rows, e, offset, stats
-            if rows.stop - rows.start < n:
-                target_rows = target_rows[rows]
-                out, given, place = (None if t is None else t[rows] for t in (out, given, place))
-            if out is None and transient:
-                out = logits if logits.dtype == storage else torch.empty_like(logits, dtype=storage)
-            part = run(
-                logits,
-                target_rows,
-                valid,
-                given,
-                dtype=storage,
-                out=out,
-                stats=place,
-                terms=terms,
-                columns=columns,
-            )
-            yield rows, part
+        target_rows = self.targets.rows
+        if logits.shape[0] < target_rows.shape[0]:
+            target_rows = target_rows[rows]
+            offset, stats = (None if t is None else t[rows] for t in (offset, stats))
+        return self.kernels.exponentials(
+            logits,
+            target_rows,
+            self.shard.valid_rows,
+            offset,
+            dtype=self.storage,
+            out=out,
+            stats=stats,
+            terms=self.options.terms,
+            columns=columns,
+        )
 
 
 def tokens_of(
@@ -182,7 +166,7 @@ def part_of(tensor: Tensor, rows: slice) -> Tensor:
 def joined_slopes(slopes: list[Tensor | None]) -> Tensor | None:
     """The chunks' slopes at the target; None without a softcap."""
     present = [slope for slope in slopes if slope is not None]
-    return torch.cat(present) if present else None
+    return torch.cat(present) if len(present) > 1 else present[0] if present else None
 
 
 def check_gradient_place(out: Tensor | None, x: Tensor, softmax: Softmax) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.layers.numbers import NO_EXTRAS, Slopes, Softmax, Summary
-from megatron_vocabpar.layers.terms import PLAIN, LossTerms
+from megatron_vocabpar.layers.terms import LossTerms
 
 
 def token_loss(numbers: Summary, terms: LossTerms) -> Tensor:
@@ -53,8 +53,6 @@ def loss_slopes(
         grad_extras: [n] each, by name; those on which the loss function depends.
     """
     grad = grad_loss if grad_loss.dtype == softmax.nll.dtype else grad_loss.to(softmax.nll.dtype)
-    if terms == PLAIN and not grad_extras:
-        return Slopes(grad)
     scale, smoothing = terms.logit_scale, terms.label_smoothing
     lse, extras = None, {}
     if not terms.is_cross_entropy:

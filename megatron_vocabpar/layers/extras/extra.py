@@ -114,14 +114,17 @@ class Extra:
 
 def row_columns(extras: Sequence[Extra]) -> tuple[str, ...]:
     """What the row kernel leaves for these extras."""
-    return tuple(name for name in ROW_COLUMNS if any(extra.row_column == name for extra in extras))
+    columns = [extra.row_column for extra in extras]
+    return tuple(name for name in ROW_COLUMNS if name in columns) if columns else ()
 
 
 def in_columns(extras: Sequence[Extra]) -> list[Extra]:
     """The extras that have columns, in the order of these: first those of the row kernel."""
-    order = *ROW_COLUMNS, None
     sent = [extra for extra in extras if extra.columns]
-    return sorted(sent, key=lambda extra: order.index(extra.row_column))
+    if len(sent) > 1:
+        order = *ROW_COLUMNS, None
+        sent.sort(key=lambda extra: order.index(extra.row_column))
+    return sent
 
 
 def place_of(statistics: Tensor, extras: Sequence[Extra]) -> Softmax:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import triton
@@ -23,6 +24,9 @@ from triton.runtime.jit import JITFunction
 
 FP_FUSION = False
 """Whatever this Triton's default, sums and products round one by one; ``tl.fma`` alone is fused."""
+
+_NO_HOOKS = None, None, None
+_address, _dtype = Tensor.data_ptr, attrgetter("dtype")
 
 
 class Launcher:
@@ -48,19 +52,18 @@ class Launcher:
         constants: tuple[int, ...],
         num_warps: int = 4,
     ) -> None:
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        together, dtypes, key = 0, [], None
-        for place in range(self._matrices):
-            together |= pointers[place]
-            dtypes.append(tensors[place].dtype)
+        pointers, together = list(map(_address, tensors)), 0
+        for pointer in pointers[: self._matrices]:
+            together |= pointer
+        key = None
         if self._compiles and together % 16 == 0:
             active = driver.active
             device = active.get_current_device()
-            key = device, sizes, constants, num_warps, *dtypes
+            key = device, sizes, constants, num_warps, *map(_dtype, tensors[: self._matrices])
             if (ready := self._ready.get(key)) is not None:
                 run, function, metadata = ready
-                stream, hooks = active.get_current_stream(device), (None, None, None)
-                run(*grid, 1, stream, function, metadata, *hooks, *pointers, *counts, *sizes, *constants)
+                stream = active.get_current_stream(device)
+                run(*grid, 1, stream, function, metadata, *_NO_HOOKS, *pointers, *counts, *sizes, *constants)
                 return
         options = {"num_warps": num_warps, "enable_fp_fusion": FP_FUSION}
         kernel = self._jit[grid](*tensors, *counts, *sizes, *constants, **options)

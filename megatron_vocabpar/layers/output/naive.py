@@ -56,8 +56,8 @@ def naive_maximum(
     tokens = tokens_of(x, weight, targets, shard, options)
     logits = product(x, weight.t())
     k = logits.new_empty(len(x))
-    for rows, part in tokens.exponentials(lambda rows: logits[rows].clone()):
-        k[rows] = part.k
+    for rows in tokens.chunks:
+        k[rows] = tokens.exponentials(logits[rows].clone(), rows).k
     return NaiveState(tokens, weight, logits), k
 
 
@@ -78,8 +78,11 @@ def naive_sum(
     tokens, logits = state.tokens, state.logits
     e = exponentials_place(e, tokens.x, tokens.shard, tokens.storage) if tokens.options.keep_state else None
     stats = logits.new_empty((len(logits), STATS_WIDTH))
-    parts = tokens.exponentials(lambda rows: logits[rows].clone(), e=e, offset=global_k, stats=stats)
-    slopes = [part.target_slope for _, part in parts]
+    slopes = []
+    for rows in tokens.chunks:
+        place = None if e is None else e[rows]
+        part = tokens.exponentials(logits[rows].clone(), rows, place, offset=global_k, stats=stats)
+        slopes.append(part.target_slope)
     if e is None:
         return None, stats
     return OutputState(tokens, state.weight, stats, e, joined_slopes(slopes), {}), stats

@@ -217,30 +217,36 @@ def passes_of(
     tokens: Tokens, weight: Tensor, extras: Sequence[Extra] = (), e: Tensor | None = None
 ) -> tuple[OutputState | None, Tensor]:
     """``output_forward`` of tokens whose arguments are checked."""
-    x, shard, options = tokens.x, tokens.shard, tokens.options
-    dtype, keep = result_dtype(x.dtype), options.keep_state
-    e = exponentials_place(e, x, shard, tokens.storage) if keep and not options.recompute else None
+    x, options = tokens.x, tokens.options
+    dtype, keep, storage = result_dtype(x.dtype), options.keep_state, tokens.storage
+    e = exponentials_place(e, x, tokens.shard, storage) if keep and not options.recompute else None
     a = x.new_empty(x.shape, dtype=dtype) if keep and options.with_input_gradient else None
     for extra in extras:
-        extra.check_storage(tokens.storage)
+        extra.check_storage(storage)
     asked = row_columns(extras)
     stats = torch.empty((x.shape[0], STATS_WIDTH + len(asked)), dtype=dtype, device=x.device)
     slopes, true_rows = [], tokens.true_rows(weight)
-    parts = tokens.exponentials_with(weight, e=e, transient=a is not None, stats=stats, columns=asked)
-    for rows, part in parts:
+    for rows in tokens.chunks:
+        out = None if e is None else part_of(e, rows)
+        # fp32 and fp64 exponentials overwrite their logits; 16-bit ones are made of a transient.
+        logits = tokens.logits(weight, rows, out if storage == dtype else None)
+        if a is not None and e is None:
+            out = tokens.transient(logits)
+        part = tokens.exponentials(logits, rows, out, stats=stats, columns=asked)
         slopes.append(part.target_slope)
-        if a is not None and e is None and part.e is not None:
-            tokens.input_gradient(part.e, true_rows, a[rows])
+        if a is not None and e is None and out is not None:
+            tokens.input_gradient(out, true_rows, a[rows])
     if a is not None and e is not None:
         tokens.input_gradient(e, true_rows, a)  # in one product: a chunk's is too small to fill a GPU
     products = {} if a is None else {_E: a}
     state = OutputState(tokens, weight, stats, e, joined_slopes(slopes), products, extras)
-    if a is not None and any(
-        extra.row_column == E_LOG_E for extra in extras if extra.name in options.gradients
-    ):
-        products[_E_LOG_E] = _product_of_logs(state)
-    own = [extra.keep(tokens) for extra in in_columns(extras) if extra.row_column is None]
-    return state if keep else None, torch.cat([stats, *own], 1) if own else stats
+    if extras:
+        asks_for_logs = [extra.name for extra in extras if extra.row_column == E_LOG_E]
+        if a is not None and any(name in options.gradients for name in asks_for_logs):
+            products[_E_LOG_E] = _product_of_logs(state)
+        own = [extra.keep(tokens) for extra in in_columns(extras) if extra.row_column is None]
+        stats = torch.cat([stats, *own], 1) if own else stats
+    return state if keep else None, stats
 
 
 def _product_of_logs(state: OutputState) -> Tensor:
@@ -356,5 +362,13 @@ def _exponentials(state: OutputState) -> Iterable[tuple[slice, Tensor]]:
     """The stored exponentials in one piece, or recomputed ones by chunks of tokens."""
     if state.e is not None:
         return [(slice(0, state.e.shape[0]), state.e)]
-    parts = state.tokens.exponentials_with(state.weight, transient=True, offset=state.k)
-    return ((rows, part.e) for rows, part in parts if part.e is not None)
+    return _recomputed(state)
+
+
+def _recomputed(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
+    tokens = state.tokens
+    for rows in tokens.chunks:
+        logits = tokens.logits(state.weight, rows)
+        e = tokens.transient(logits)
+        tokens.exponentials(logits, rows, e, offset=state.k)
+        yield rows, e
