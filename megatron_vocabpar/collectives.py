@@ -18,6 +18,6 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``tensor [...]`` of every rank of the group, in rank order: ``[ranks, ...]``."""
     part = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
-    gathered = part.new_empty((dist.get_world_size(group), *part.shape))
+    gathered = part.new_empty((group.size(), *part.shape))
     _all_gather_single(gathered.flatten(0, 1), part, group=group)
     return gathered.squeeze(1) if tensor.dim() == 0 else gathered

@@ -66,7 +66,7 @@ class LossReports:
 
     def report(
         self, i: int, token_losses: torch.Tensor, numbers: Mapping[str, torch.Tensor] = _NONE
-    ) -> torch.Tensor | None:
+    ) -> list[torch.Tensor] | None:
         """Call the loss function for microbatch ``i``.
 
         Args:
@@ -76,7 +76,7 @@ class LossReports:
                 too.
 
         Returns:
-            The gradients ``[k, 1 + D, b, s]`` of the losses and of the numbers on which the loss may depend;
+            The gradients ``[1 + D, b, s]`` of the losses, and of each number on which the loss may depend;
             None in an evaluation.
         """
         iteration, call = self.iteration, self.iteration.call
@@ -109,12 +109,11 @@ class LossReports:
             dropped = iteration.microbatches.labels(i) == DROPPED
             self._noted.without_loss[i] = (grad * dropped == 0).all()
         self._noted.unasked.extend((i, name) for name in more if name not in self._gradients)
-        if not self._gradients:
-            return grad.unsqueeze(0)
-        grads = torch.stack([grad, *(torch.zeros_like(grad) for _ in self._gradients)])
-        for place, name in enumerate(self._gradients, 1):
+        grads = [grad]
+        for name in self._gradients:
+            grads.append(torch.zeros_like(grad))
             if name in more:
-                grads[place, 0] = more[name]
+                grads[-1][0] = more[name]
         return grads
 
     def finish(self) -> None:

@@ -48,7 +48,8 @@ class InputLayer(LayerHandlers):
         send, receive = [0] * len(groups.ranks), [0] * len(groups.ranks)
         copies: list[torch.Tensor] = []
         owned = [tokens.plan.counts[groups.member] for tokens in microbatch.embedded]
-        for tokens, part in zip(microbatch.embedded, rows.split(owned), strict=True):
+        parts = rows.split(owned) if len(owned) > 1 else (rows,)
+        for tokens, part in zip(microbatch.embedded, parts, strict=True):
             for member in groups.members_of(tokens.rank):
                 send[member] = len(part)
                 copies.append(part)

@@ -142,7 +142,8 @@ class OutputChain:
 
     def slopes(self, softmax: Softmax, grads: Tensor) -> Slopes:
         """The slopes for gradients [k, n]: of the losses, and of each of ``gradients``."""
-        return loss_slopes(softmax, self.terms, grads[0], dict(zip(self.gradients, grads[1:], strict=True)))
+        of_losses, *more = grads.unbind()
+        return loss_slopes(softmax, self.terms, of_losses, dict(zip(self.gradients, more, strict=True)))
 
     def unscaled_input_gradient(self, state: ShardState, softmax: Softmax, out: Tensor | None = None) -> Part:
         """This rank's part of dX, for gradients of 1, as the loss function has not run; B scales its rows.

@@ -64,7 +64,7 @@ class Losses(LayerHandlers):
         if grads is None:
             return None
         rows = [microbatch.take(microbatches.rows(i, grad)) for grad in grads]
-        return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+        return torch.stack(rows) if len(rows) > 1 else rows[0].view(1, -1)
 
     def _hand_over(self, i: int, logprobs: torch.Tensor, ids: torch.Tensor) -> None:
         """Give the call a microbatch's most likely ids: [n, k] in the order of its tokens [s, b].
