@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,20 +17,25 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from megatron_vocabpar.layers.embedding import embedding_backward
-from megatron_vocabpar.layers.extras.extra import join
+from megatron_vocabpar.layers.extras.divergence import comparison
+from megatron_vocabpar.layers.extras.entropy import Entropy
+from megatron_vocabpar.layers.extras.extra import Extra, join, place_of
+from megatron_vocabpar.layers.extras.target_rank import TargetRank
+from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import plain
-from megatron_vocabpar.layers.output.plain import output_forward
+from megatron_vocabpar.layers.output.naive import naive_maximum, naive_sum
+from megatron_vocabpar.layers.output.plain import OutputState, output_forward
 from megatron_vocabpar.layers.output.warm_up import warm_up
-from megatron_vocabpar.layers.partition import even_ranges
+from megatron_vocabpar.layers.partition import VocabRange, even_ranges
 from megatron_vocabpar.layers.targets import ShardTargets, shard_targets
-from megatron_vocabpar.layers.terms import PLAIN
+from megatron_vocabpar.layers.terms import PLAIN, Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
 
 from .compiled import pretended_driver
 
-MICROBATCHES, RANKS, MOST = 200, 8, 8
+MICROBATCHES, RANKS, MOST = 200, 8, 8  # one more where some microbatches scale E, and others dX
 
 
 def staged(*pieces: Tensor) -> tuple[Tensor, ...]:
@@ -38,31 +44,71 @@ def staged(*pieces: Tensor) -> tuple[Tensor, ...]:
 
 
 def microbatches(
-    n: int, hidden: int, rows: int, ignored: float, with_a: bool, dtype: torch.dtype = torch.bfloat16
+    n: int,
+    hidden: int,
+    rows: int,
+    ignored: float,
+    with_a: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    kind: str = "cross-entropy",
 ) -> Iterator[int]:
-    """The warm-up (-1), then S, C1, T, TW and IB of one rank; of other lengths if tokens are ignored."""
+    """The warm-up (-1), then S, C1, T, TW and IB of one rank; of other lengths if tokens are ignored.
+
+    Args:
+        kind: one of ``KINDS``: what is asked of the output layer beside the losses.
+    """
     generator = torch.Generator().manual_seed(0)
     ranges = even_ranges(rows * RANKS, RANKS, rows * RANKS)
     shard = ranges[RANKS // 2]
     weight, main_grad = torch.randn(rows, hidden).to(dtype), torch.zeros(rows, hidden)
-    options = ShardOptions(with_input_gradient=with_a)
-    warm_up(weight, (main_grad, main_grad), shard, options, RANKS, n)
+    extras = [Entropy(), TargetRank()] if kind == "entropy" else []
+    options = ShardOptions(
+        with_input_gradient=with_a,
+        gradients=("entropy",) if extras else (),
+        terms=LossTerms(distillation=Distillation()) if kind == "distillation" else PLAIN,
+        fp8_weight=Fp8Weight.of(weight, shard) if kind == "8 bits" else None,
+    )
+    warm_up(weight, (main_grad, main_grad), shard, options, RANKS, n, extras, naive=kind == "naive")
     yield -1
-    for i in range(MICROBATCHES):
+    evaluation = replace(options, keep_state=False)
+    for i in range(MICROBATCHES if kind == "cross-entropy" else 3):
         ids, labels = torch.randint(shard.vocab_size, (2, n), generator=generator)
         counted = (torch.rand(n, generator=generator) >= ignored).nonzero().flatten()
         targets, mine = labels[counted], ids[(ids >= shard.start) & (ids < shard.stop)] - shard.start
         pieces = *shard_targets(targets, shard), mine, mine.argsort(stable=True)
         rows, owned, mine, order = staged(*pieces)
         x = torch.randn(len(targets), hidden).to(dtype)
-        state, stats = output_forward(x, weight, ShardTargets(rows, owned), shard, options)
+        if kind == "distillation":
+            teacher = torch.randn(len(targets), 1, shard.rows)
+            extras = [comparison(Distillation(), teacher, None, shard.vocab_size)]
+        given = x, weight, ShardTargets(rows, owned), shard
+        state, stats = _statistics(given, options, extras, naive=kind == "naive")
         assert state is not None
-        softmax = join(stats.new_zeros(RANKS, *stats.shape))
-        slopes = loss_slopes(softmax, PLAIN, torch.ones(len(targets)))
+        place = place_of(stats, extras)
+        softmax = join(stats.new_zeros(RANKS, *stats.shape), extras, place)
+        ones = torch.ones(len(targets))
+        by_extras = dict.fromkeys(options.gradients, ones)
+        slopes = loss_slopes(softmax, options.terms, ones, by_extras)
+        state.input_gradient(softmax, loss_slopes(softmax, options.terms, ones))
         state.input_gradient(softmax, slopes)
         state.add_weight_gradient(softmax, slopes, main_grad)
         embedding_backward(torch.zeros(len(mine), hidden).to(dtype), mine, main_grad, order)
+        _statistics(given, evaluation, extras, naive=kind == "naive")
         yield i
+
+
+def _statistics(
+    given: tuple[Tensor, Tensor, ShardTargets, VocabRange],
+    options: ShardOptions,
+    extras: Sequence[Extra],
+    *,
+    naive: bool,
+) -> tuple[OutputState | None, Tensor]:
+    """S, in naive S and S2, of a microbatch."""
+    if not naive:
+        return output_forward(*given, options, extras=extras)
+    begun, offsets = naive_maximum(*given, options)
+    return naive_sum(begun, offsets)
 
 
 @pytest.mark.parametrize("hidden", [64, 1024], ids=["P > 2 H", "P < H"])
@@ -80,5 +126,23 @@ def test_nothing_is_compiled_after_the_warm_up(
             names = Counter(name for name, kernel in launched if id(kernel) not in found)
             assert i < 0 or not names, (i, names)
             found |= {id(kernel) for _, kernel in launched}
-    assert 0 < len(found) <= MOST
+    assert 0 < len(found) <= MOST + (hidden == 1024)
     assert len(launched) >= 5 * MICROBATCHES
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_a", "variants"),
+    [
+        ("entropy", False, 10),
+        ("entropy", True, 10),
+        ("distillation", False, 8),
+        ("naive", False, 7),
+        ("8 bits", True, 6),
+    ],
+)
+def test_the_warm_up_compiles_what_extras_need_too(kind: str, with_a: bool, variants: int) -> None:
+    launched: list[Any] = []
+    with dispatch.use_kernels(dispatch.triton_kernels()), pretended_driver(90, launched):
+        for i in microbatches(64, 64, 256, 0.3, with_a, kind=kind):
+            found = {id(kernel): name for name, kernel in launched}
+            assert len(found) == variants, (i, Counter(found.values()))

@@ -83,7 +83,10 @@ class OutputChain:
             grads = main_grad(weights[0]), main_grad(weights[1])
             n = max(map(prod, iteration.microbatches.shapes))
             shard, ranks = self.model.shard.range, len(iteration.rank.groups.ranks)
-            warm_up(weights[0].detach(), grads, shard, self.options, ranks, n)
+            weight, naive = weights[0].detach(), PassType.S2 in self.method.passes
+            fp8_weight = Fp8Weight.of(weight, shard) if iteration.call.options.fp8_head else None
+            options = replace(self.options, fp8_weight=fp8_weight)
+            warm_up(weight, grads, shard, options, ranks, n, self._constant, naive=naive)
 
     @cached_property
     def statistics(self) -> CommType:
