@@ -131,7 +131,7 @@ class TokenGradient(NamedTuple):
         softmax: of all shards.
         slopes: of the loss.
         stats: [n, 4] of one shard; a kernel reads the offsets there, a view of which takes the host as long
-            as half a launch.
+            as half a launch. Or the offsets themselves, [n].
         target_slope: [n] of the softcap at the targets; None without a softcap.
     """
 
@@ -139,6 +139,11 @@ class TokenGradient(NamedTuple):
     slopes: Slopes
     stats: Tensor
     target_slope: Tensor | None = None
+
+    @property
+    def logs(self) -> None:
+        """None: with an extra's gradient, which has some, factors are no longer computed in the kernels."""
+        return
 
     def arguments(self) -> tuple[Softmax, Slopes, Tensor, Tensor | None]:
         """Those of ``row_gradient``."""

@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache, wraps
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,10 +30,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-Lift = Callable[..., tuple[Tensor, Tensor | None]]
-InPlace = Callable[..., None]
-
-
 @dataclass(frozen=True)
 class RowKernels:
     """One implementation of every kernel of ``reference.py``."""
@@ -40,40 +37,27 @@ class RowKernels:
     name: str
     exponentials: Callable[..., Exponentials]
     scale_rows: Callable[..., Tensor]
-    lift: Lift
-    scatter_add_rows_: InPlace
-    finish: InPlace
+    lift: Callable[..., tuple[Tensor, Tensor | None]]
+    scatter_add_rows_: Callable[..., None]
+    finish: Callable[..., None]
     prepare: Callable[..., Tensor]
     merge: Callable[..., Softmax]
     row_gradient: Callable[..., RowGradient]
     entropy_gradient: Callable[..., RowGradient]
     curved_rows: Callable[..., Tensor]
     logit_stats: Callable[..., Tensor]
-    logit_gradient: InPlace
+    logit_gradient: Callable[..., None]
+
+    @staticmethod
+    def of(name: str, *modules: ModuleType) -> RowKernels:
+        """Each kernel of the first of the modules that has one of its name."""
+        kernels = [field.name for field in fields(RowKernels)[1:]]
+        has = {kernel: [module for module in modules if hasattr(module, kernel)] for kernel in kernels}
+        return RowKernels(name, **{kernel: getattr(has[kernel][0], kernel) for kernel in kernels})
 
 
-REFERENCE = RowKernels(
-    "reference",
-    reference.exponentials,
-    reference.scale_rows,
-    reference.lift,
-    reference.scatter_add_rows_,
-    reference.finish,
-    reference.prepare,
-    reference.merge,
-    reference.row_gradient,
-    numbers.entropy_gradient,
-    reference.curved_rows,
-    reference.logit_stats,
-    reference.logit_gradient,
-)
-CPU = replace(
-    REFERENCE,
-    name="cpu",
-    exponentials=cpu.exponentials,
-    logit_stats=cpu_softmax.logit_stats,
-    logit_gradient=cpu_softmax.logit_gradient,
-)
+REFERENCE = RowKernels.of("reference", reference, numbers)
+CPU = RowKernels.of("cpu", cpu, cpu_softmax, reference, numbers)
 
 _chosen: ContextVar[RowKernels | None] = ContextVar("row kernels chosen by use_kernels", default=None)
 
@@ -92,21 +76,7 @@ def triton_kernels() -> RowKernels:
         triton_stats,
     )
 
-    return RowKernels(
-        "triton",
-        triton_exponentials.exponentials,
-        triton_rows.scale_rows,
-        triton_rows.lift,
-        triton_rows.scatter_add_rows_,
-        triton_rows.finish,
-        triton_rows.prepare,
-        triton_stats.merge,
-        triton_stats.row_gradient,
-        triton_stats.entropy_gradient,
-        triton_gradients.curved_rows,
-        triton_gradients.logit_stats,
-        triton_gradients.logit_gradient,
-    )
+    return RowKernels.of("triton", triton_exponentials, triton_gradients, triton_rows, triton_stats)
 
 
 @contextmanager

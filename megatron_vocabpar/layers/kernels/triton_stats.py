@@ -203,14 +203,7 @@ def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor, ...], int, tuple
         target = gradient.target
         row = target if isinstance(gradient, TargetGradient) else gradient.row
         return (row,) * 4 + (target,) + (row,) * 4, row.stride(0), (False, False, False)
-    return _computed_factors(*gradient)
-
-
-def _computed_factors(
-    softmax: Softmax, slopes: Slopes, k: Tensor, cap: Tensor | None
-) -> tuple[tuple[Tensor, ...], int, tuple[int, ...]]:
-    """For factors that the kernel computes; k is [n], or the first column of [n, 4]."""
-    slope, lse, _ = slopes
+    softmax, (slope, lse, _), k, cap = gradient
     slope = slope.float().contiguous()
     of_lse, of_cap = slope if lse is None else lse.float().contiguous(), k if cap is None else cap
     numbers = softmax.offset, softmax.total, softmax.nll, softmax.target_deficit, softmax.valid
@@ -224,7 +217,7 @@ def row_gradient(
     n = k.shape[0]
     row, target = torch.empty((2, n), dtype=k.dtype, device=k.device).unbind()
     if n:
-        tensors, stride, flags = _computed_factors(softmax, slopes, k, target_slope)
+        tensors, stride, flags = factor_arguments(TokenGradient(softmax, slopes, k, target_slope))
         grid = -(-n // _BLOCK), 1
         _row_gradient_kernel(grid, (*tensors, row, target), (n,), (stride,), (*flags, _BLOCK))
     return RowGradient(row, target)

@@ -137,7 +137,7 @@ class OutputState(NamedTuple):
         check_gradient_place(out, tokens.x, softmax)
         grad = torch.empty_like(tokens.x, dtype=softmax.total.dtype) if out is None else out
         gradient, curves = _gradient(self, softmax, slopes, asked)
-        weight, a, logs = tokens.true_rows(self.weight), self.products.get(_E), _logs(gradient)
+        weight, a, logs = tokens.true_rows(self.weight), self.products.get(_E), gradient.logs
         if a is not None and not curves and (logs is None or _E_LOG_E in self.products):
             tokens.kernels.finish(grad, a, weight, tokens.targets, gradient)
             if logs is not None:
@@ -285,10 +285,6 @@ def _gradient(
     return gradient, curves
 
 
-def _logs(gradient: TokenGradient | RowGradient) -> Tensor | None:
-    return gradient.logs if isinstance(gradient, RowGradient) else None
-
-
 def _factors(gradient: TokenGradient | RowGradient) -> RowGradient:
     return gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient.arguments())
 
@@ -318,7 +314,7 @@ def _scaled_exponentials(
     Args:
         item_bytes: bytes of an item of what would be scaled in place of E, [n, H].
     """
-    if curves or _logs(gradient) is not None:
+    if curves or gradient.logs is not None:
         return _mixed(state.stored, softmax, _factors(gradient), curves)
     tokens, pieces = state.tokens, _exponentials(state)
     x, of_e = tokens.x, tokens.shard.rows * tokens.x.dtype.itemsize
