@@ -80,7 +80,8 @@ def error(case: Case) -> str:
     """The planner's mean error beside the published runs of this model on this GPU."""
     name, _, gpu = case
     runs = [run for run in published_runs() if (run.model, run.hardware) == (name, gpu)]
-    return f"{100 * mean(abs(one) for _, one in errors(runs)):.0f} % of {len(runs)}" if runs else "–"
+    sizes = [abs(error) for _, error in errors(runs)]
+    return f"{100 * mean(sizes):.0f} % of {len(sizes)}" if sizes else "–"
 
 
 def in_short() -> Iterator[str]:

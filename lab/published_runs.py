@@ -1,25 +1,29 @@
-"""Compares the planner with published trainings; ``python -m lab page published``.
+"""Compares the planner with published trainings: ``python -m lab rates``, ``python -m lab page published``.
 
 ``table`` does it for trainings, ``schedules`` for schedules of one training over its 1F1B.
 
-``published_runs.json`` holds each run's sizes, its tokens a second and GPU, its source, and whether the
-shares in ``plan/data/rates.json`` were fitted to it. Unpublished settings are assumed to be those of the
-planner's launch lines: layers placed by hand, a distributed optimizer, communication of gradients beside the
-passes.
+``published_runs.json`` holds each run's sizes, its tokens a second and GPU, its release and its source; where
+a step's time is published, tokens follow from it. A third of the runs is ``held_out``: the rates in
+``plan/data/rates.json`` were never fitted to them. A hash of the sizes says which (``is_held_out``), so all
+releases of a configuration are on one side. Unpublished settings are assumed to be those of the planner's
+launch lines: layers placed by hand, a distributed optimizer, communication of gradients beside the passes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
 from math import inf
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.choices import choice_of
-from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.hardware import Hardware, hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import layouts
 from megatron_vocabpar.plan.model import Model
@@ -27,15 +31,32 @@ from megatron_vocabpar.plan.plays import play_in_full, play_stock, stock_choice
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.schedule.make.choose import choose
 
+_SIZES = (
+    "model", "layers", "hardware", "gpus", "precision", "batch", "micro_batch", "seq_length", "t", "p", "c",
+    "chunks", "e", "fsdp",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Run:
-    """One published training: its sizes as in ``Job``, and tokens a second and GPU."""
+    """One published training: its sizes as in ``Job``, and tokens a second and GPU.
+
+    Attributes:
+        model: a preset of the planner, or a model of ``published_runs.json``.
+        layers: of a model that was cut or made deeper; 0: all of its own.
+        precision: ``bf16``, ``fp8``, ``mxfp8`` or ``nvfp4``, of the layers' products.
+        fsdp: weights, gradients and the optimizer are sharded over the replicas.
+        flex, overlap: the dispatcher ``flex``, and Megatron's overlap of the experts' exchange.
+        graphs: what CUDA graphs hold: ``none``; ``parts`` of layers; the ``whole`` iteration.
+        release: of the software, as its source names it.
+        network_gb_s: the network of a GPU; 0: that of the preset.
+    """
 
     model: str
+    layers: int
     hardware: str
     gpus: int
-    fp8: bool
+    precision: str
     batch: int
     micro_batch: int
     seq_length: int
@@ -45,67 +66,114 @@ class Run:
     chunks: int
     e: int
     mtp: int
+    fsdp: bool
     recompute: str
     flex: bool
-    hidden: float
+    overlap: bool
+    graphs: str
     tokens_per_s: float
-    fitted: bool
+    release: str
+    held_out: bool
     source: str
+    network_gb_s: float = 0.0
 
     @property
     def job(self) -> Job:
         d = self.gpus // (self.t * self.p * self.c)
         return Job(
             p=self.p, t=self.t, c=self.c, d=d, e=self.e, m=self.batch // (d * self.micro_batch),
-            micro_batch=self.micro_batch, distributed_optimizer=True, recompute=self.recompute, fp8=self.fp8,
-            flex_dispatcher=self.flex,
+            micro_batch=self.micro_batch, distributed_optimizer=True, recompute=self.recompute,
+            fp8=self.precision != "bf16", flex_dispatcher=self.flex,
         )  # fmt: skip
 
     @property
     def planned(self) -> Model:
-        """The preset with the run's sequence length and heads."""
-        return replace(model_preset(self.model), seq_length=self.seq_length, mtp_depths=self.mtp)
+        """The model with the run's layers, sequence length and heads."""
+        model = _models()[self.model] if self.model in _models() else model_preset(self.model)
+        layers = self.layers or model.layers
+        return replace(model, layers=layers, seq_length=self.seq_length, mtp_depths=self.mtp)
+
+    @property
+    def gpu(self) -> Hardware:
+        return hardware_named(self.hardware).connected(network_gb_s=self.network_gb_s or None)
+
+    @property
+    def kind(self) -> str:
+        """The class of its model, over which errors are averaged."""
+        return "experts" if self.planned.experts else "dense"
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner knows how to price this run."""
+        return not self.fsdp and self.precision != "nvfp4"
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the hash of its sizes says that no rate may be fitted to it: one of three."""
+        sizes = " ".join(str(getattr(self, name)) for name in _SIZES)
+        return int(sha256(sizes.encode()).hexdigest(), 16) % 3 == 0
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return dict(json.loads(Path(__file__).with_name("published_runs.json").read_text("utf-8")))
+
+
+@cache
+def _models() -> dict[str, Model]:
+    """Models of published runs that are no presets of the planner."""
+    return {name: Model(name, **sizes) for name, sizes in _data()["models"].items()}
 
 
 def published_runs() -> list[Run]:
     """Every run of ``published_runs.json``."""
-    file = Path(__file__).with_name("published_runs.json")
-    return [Run(**entry) for entry in json.loads(file.read_text("utf-8"))]
+    return [Run(**entry) for entry in _data()["runs"]]
 
 
 def planned_tokens_per_s(run: Run) -> float:
     """Tokens a second and GPU of Megatron's own schedule with the run's chunks, by the planner."""
-    model, job, gpu = run.planned, run.job, hardware_named(run.hardware)
-    request = Request(model, job, gpu, limit_gib=inf)
+    model, job = run.planned, run.job
+    request = Request(model, job, run.gpu, limit_gib=inf)
     choices = [
         stock_choice(request, layout)
         for layout in layouts(model.layers, job.p, request.costs())
-        if layout.chunks == run.chunks and layout.overlaps == (run.hidden > 0.0)
+        if (layout.chunks, layout.overlaps) == (run.chunks, run.overlap)
     ]
     best_ms = choose(choices, lambda choice, _: play_stock(choice))[0].iteration_ms
     return run.batch * run.seq_length / best_ms * 1e3 / run.gpus
 
 
-def errors(runs: Sequence[Run]) -> Iterator[tuple[Run, float]]:
-    """Each run with the planner's relative error."""
+def errors(runs: Iterable[Run]) -> Iterator[tuple[Run, float]]:
+    """Each run that the planner can price, with the planner's relative error."""
     for run in runs:
-        yield run, planned_tokens_per_s(run) / run.tokens_per_s - 1.0
+        if run.is_planned:
+            yield run, planned_tokens_per_s(run) / run.tokens_per_s - 1.0
 
 
 def table() -> Iterator[str]:
     """A table of the runs, in short in ``docs/plan.md``, and the mean errors."""
-    yield "| model | GPUs | precision | t, p, c, e, chunks | published | planned | error | fitted |"
-    yield "| --- | --- | --- | --- | ---: | ---: | ---: | --- |"
+    yield "| model | GPUs | precision | release | t, p, c, e, v | published | planned | error | held out |"
+    yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- |"
     compared = list(errors(published_runs()))
     for run, error in compared:
+        layers = f", {run.layers} layers" if run.layers else ""
         yield (
-            f"| {run.model} | {run.gpus} {run.hardware} | {'fp8' if run.fp8 else 'bf16'} | {run.t}, {run.p}, "
-            f"{run.c}, {run.e}, {run.chunks} | {run.tokens_per_s:,.0f} | "
-            f"{run.tokens_per_s * (1 + error):,.0f} | {100 * error:+.0f} % | {'yes' if run.fitted else ''} |"
+            f"| {run.model}{layers} | {run.gpus} {run.hardware} | {run.precision} | {run.release} | {run.t}, "
+            f"{run.p}, {run.c}, {run.e}, {run.chunks} | {run.tokens_per_s:,.0f} | "
+            f"{run.tokens_per_s * (1 + error):,.0f} | {100 * error:+.0f} % | "
+            f"{'yes' if run.held_out else ''} |"
         )
-    for words, fitted in (("fitted", True), ("not fitted", False)):
-        sizes = [abs(error) for run, error in compared if run.fitted == fitted]
-        yield f"Mean error of the {len(sizes)} {words}: {100 * mean(sizes):.1f} %."
+    yield from mean_errors(compared)
+
+
+def mean_errors(compared: Sequence[tuple[Run, float]]) -> Iterator[str]:
+    """A line for the fitted runs and one for those held out: how many, and their mean errors by kind."""
+    for words, held_out in (("fitted", False), ("held out", True)):
+        kinds = []
+        for kind in ("dense", "experts"):
+            sizes = [abs(e) for run, e in compared if (run.held_out, run.kind) == (held_out, kind)]
+            kinds.append(f"{100 * mean(sizes):.1f} % of {len(sizes)} {kind}")
+        yield f"Mean error of the runs {words}: {', '.join(kinds)}."
 
 
 PRIMUS = {"interleaved": 1.09, "zb-h1": 1.13, "v-zb": 1.13, "v-half": 1.08, "v-min": 0.88}
