@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named
 from megatron_vocabpar.plan.job import Job
@@ -50,6 +50,8 @@ class Run:
         graphs: what CUDA graphs hold: ``none``; ``parts`` of layers; the ``whole`` iteration.
         release: of the software, as its source names it.
         network_gb_s: the network of a GPU; 0: that of the preset.
+        certain: the dispatcher, the overlap, recomputation and graphs are those of a recipe with the
+            published sizes; else of the recipe that is nearest.
     """
 
     model: str
@@ -76,6 +78,7 @@ class Run:
     held_out: bool
     source: str
     network_gb_s: float = 0.0
+    certain: bool = True
 
     @property
     def job(self) -> Job:
@@ -83,7 +86,7 @@ class Run:
         return Job(
             p=self.p, t=self.t, c=self.c, d=d, e=self.e, m=self.batch // (d * self.micro_batch),
             micro_batch=self.micro_batch, distributed_optimizer=True, recompute=self.recompute,
-            fp8=self.precision != "bf16", flex_dispatcher=self.flex,
+            fp8=self.precision != "bf16", flex_dispatcher=self.flex, graphed=self.graphs == "whole",
         )  # fmt: skip
 
     @property
@@ -96,6 +99,11 @@ class Run:
     @property
     def gpu(self) -> Hardware:
         return hardware_named(self.hardware).connected(network_gb_s=self.network_gb_s or None)
+
+    @property
+    def iteration_ms(self) -> float:
+        """The published time of an iteration."""
+        return self.batch * self.seq_length / self.tokens_per_s / self.gpus * 1e3
 
     @property
     def kind(self) -> str:
@@ -130,17 +138,21 @@ def published_runs() -> list[Run]:
     return [Run(**entry) for entry in _data()["runs"]]
 
 
-def planned_tokens_per_s(run: Run) -> float:
-    """Tokens a second and GPU of Megatron's own schedule with the run's chunks, by the planner."""
+def planned_choice(run: Run, gpu: Hardware) -> Choice:
+    """Megatron's own schedule with the run's chunks on ``gpu``, played in full with the fastest layout."""
     model, job = run.planned, run.job
-    request = Request(model, job, run.gpu, limit_gib=inf)
+    request = Request(model, job, gpu, limit_gib=inf)
     choices = [
         stock_choice(request, layout)
         for layout in layouts(model.layers, job.p, request.costs())
         if (layout.chunks, layout.overlaps) == (run.chunks, run.overlap)
     ]
-    best_ms = choose(choices, lambda choice, _: play_stock(choice))[0].iteration_ms
-    return run.batch * run.seq_length / best_ms * 1e3 / run.gpus
+    return choose(choices, lambda choice, _: play_stock(choice))[0]
+
+
+def planned_tokens_per_s(run: Run) -> float:
+    """Tokens a second and GPU by the planner."""
+    return run.tokens_per_s * run.iteration_ms / planned_choice(run, run.gpu).iteration_ms
 
 
 def errors(runs: Iterable[Run]) -> Iterator[tuple[Run, float]]:

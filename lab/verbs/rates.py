@@ -1,4 +1,4 @@
-"""``python -m lab rates``: how far the planner's rates are from published runs."""
+"""``python -m lab rates``: how far the planner's rates are from published runs, and a new fit of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import click
 
 
 @click.command("rates")
-def rates_command() -> None:
+@click.option("--fit", is_flag=True, help="Fit the rates again, and print them beside the planner's.")
+def rates_command(fit: bool) -> None:
     """Print mean errors of the planner's tokens a second by class: runs that were fitted, and held out."""
+    from lab.fit import lines
     from lab.rates import tables
 
-    for line in tables():
+    for line in lines() if fit else tables():
         click.echo(line)

@@ -39,15 +39,20 @@ class Rates:
     """Shares of a data sheet's peak that layers reach, by ``data/rates.json``.
 
     Attributes:
-        layers, output: products and attention in layers, and the output layer, in bfloat16.
+        layers, output: products in layers, and the output layer, in bfloat16.
         busy: the share of the iteration in which the GPUs ran passes where layers reached this; see
             ``price.py``.
         fp8_layers: layers' products in 8 bits.
         experts, fp8_experts: experts' products, in bfloat16 and in 8 bits.
-        moved, moved_flex: how often sorting and gathering move an expert's tokens, [tokens, H] in 16 bits, at
-            the memory's bandwidth, in a forward pass; as often again for each of the two backward passes. The
-            dispatcher ``flex`` sorts within its exchange, ``alltoall`` before and after it.
-        launch_ms: the least ms of a layer with experts, forward, as the host starts its kernels.
+        attention: scores and their use with heads of 128 or wider, over the operations without a mask, of
+            which kernels leave out half; in bfloat16. Narrower heads take as long: exponentials limit them.
+        scans: what stands in place of attention, in bfloat16.
+        traffic: how often norms, activation functions, casts and the like move what a layer keeps, at
+            the memory's bandwidth, in F, and as often in B. It is what makes narrow experts slow.
+        moved, moved_flex: how often sorting and gathering move an expert's tokens, [tokens, H] in 16 bits,
+            at the memory's bandwidth, in F, and as often in B. The dispatcher ``flex`` sorts within its
+            exchange, ``alltoall`` before and after it.
+        launch_ms: the least ms of a layer with experts, F and B with W, as the host starts its kernels.
         sources: the source of each share.
     """
 
@@ -57,6 +62,9 @@ class Rates:
     fp8_layers: float
     experts: float
     fp8_experts: float
+    attention: float
+    scans: float
+    traffic: float
     moved: float
     moved_flex: float
     launch_ms: float

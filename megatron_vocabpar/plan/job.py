@@ -36,6 +36,7 @@ class Job:
         tp_overlap: tensor parallelism communicates beside products, where W is not split off.
         fp8: products of layers are in 8 bits.
         flex_dispatcher: a token goes once to each node that has experts for it, as DeepEP sends it.
+        graphed: a CUDA graph holds the whole iteration, so the host starts no kernels.
     """
 
     p: int
@@ -54,6 +55,7 @@ class Job:
     tp_overlap: bool = False
     fp8: bool = False
     flex_dispatcher: bool = False
+    graphed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("p", "t", "d", "e", "m", "micro_batch", "c"):

@@ -62,11 +62,7 @@ class Model(Decoder):
 
     @property
     def attention_flops(self) -> float:
-        """Operations of the mean layer's attention, forward, one token: scores and their use, no mask.
-
-        The scans that stand in its place are counted as Megatron does (``num_floating_point_operations``):
-        7 for an element of Mamba's state, 8 for one of a gated delta net's.
-        """
+        """Operations of the mean layer's attention and scans, forward, one token: scores and use, no mask."""
         query, _, _, output = widths_of(self)
         seen = min(self.seq_length, 2 * self.window) if self.window else self.seq_length
         mean = (1.0 - self.windowed) * self.seq_length + self.windowed * seen
@@ -75,6 +71,16 @@ class Model(Decoder):
             heads, width, chosen = self.indexer
             scores = product_flops(self.seq_length * heads * width)
             flops += sparse * (attention_flops(min(mean, chosen), query + output) + scores)
+        return flops + self.scan_flops
+
+    @property
+    def scan_flops(self) -> float:
+        """Operations of the mean layer's scans, which stand in place of attention, forward, one token.
+
+        They are counted as Megatron does (``num_floating_point_operations``): 7 for an element of Mamba's
+        state, 8 for one of a gated delta net's.
+        """
+        flops = 0.0
         if mamba := self.share("M"):
             flops += mamba * 7 * scan_widths(self, "M")[2] * self.mamba[3]
         if delta := self.share("G"):

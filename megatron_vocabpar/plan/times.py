@@ -50,6 +50,7 @@ _NAIVE_S2 = 0.1  # of S: exponentials and their sum
 # Bytes that the input layer moves for an element of the embedded tokens (first) and of the weight (second).
 _IF_BYTES, _IB_BYTES = 146.0, (97.0, 10.2)
 _HIDDEN = 0.93  # of the exchange, in a pair: arXiv 2603.07685 on overlapping, DeepSeek-V3 on H100, W apart
+_WIDE_HEAD = 128  # of attention: a narrower one takes as many exponentials for a score
 _STEP_BYTES = 50  # of a parameter, Adam with float32 gradients: 62 of the published runs without copies
 
 DENSE, SPARSE = "*-", "*E"
@@ -62,7 +63,9 @@ class Layer:
 
     Attributes:
         products, experts: products with weights outside routed experts, and in them.
-        attention: scores and their use.
+        attention: scores and their use, and scans.
+        traffic: norms, activation functions and sorting, which the memory's bandwidth limits.
+        launch: what F, and each half of the backward pass, waits for the host.
         tensor, context, exchange: communication that a forward (or a backward) pass waits for.
         repeated: recomputation before the backward pass.
     """
@@ -70,6 +73,8 @@ class Layer:
     products: float
     experts: float
     attention: float
+    traffic: float
+    launch: float
     tensor: float
     context: float
     exchange: float
@@ -82,7 +87,7 @@ class Layer:
 
     @property
     def forward(self) -> float:
-        return self.products + self.experts + self.attention + self.waiting
+        return self.products + self.experts + self.attention + self.traffic + self.launch + self.waiting
 
     @property
     def backward(self) -> float:
@@ -92,7 +97,7 @@ class Layer:
     @property
     def weights(self) -> float:
         """The weight gradient."""
-        return self.products + self.experts
+        return self.products + self.experts + self.launch
 
     @property
     def hidden(self) -> float:
@@ -117,24 +122,27 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) ->
         return Layer(**{n: sum(share * getattr(layer, n) for share, layer in of_kinds) for n in names})
     rates, tokens = hardware.rates, model.seq_length * job.micro_batch / job.c
     each = tokens / job.t * factor / 1e9  # times operations of a token, over 10^12 a second
-    half = each / (hardware.tflops * rates.layers)
+    byte = each * 1e3 / hardware.memory_gb_s  # times bytes of a token
     if job.fp8:
         rate, expert_rate = hardware.fp8_tflops * rates.fp8_layers, hardware.fp8_tflops * rates.fp8_experts
     else:
         rate, expert_rate = hardware.tflops * rates.layers, hardware.tflops * rates.experts
     products = (model.matmul_flops - model.expert_flops) * each / rate
     experts = model.expert_flops * each / expert_rate
-    attention = model.attention_flops * half
+    scores = (model.attention_flops - model.scan_flops) * max(1.0, _WIDE_HEAD / model.head_dim)
+    attention = (scores / rates.attention + model.scan_flops / rates.scans) * each / hardware.tflops
     moved = rates.moved_flex if job.flex_dispatcher else rates.moved
-    experts += moved * _HALF * model.exchanged_width * each * 1e3 / hardware.memory_gb_s
-    experts = max(experts, model.sparse * rates.launch_ms - products - attention)
+    traffic = (rates.traffic * model.activation_bytes + moved * _HALF * model.exchanged_width) * byte
+    again = model.repeated_flops * each / rate if job.recompute == "selective" else 0.0
+    computing = 3.0 * (products + experts + attention) + 2.0 * traffic + again
+    started = 0.0 if job.graphed else model.sparse * rates.launch_ms
+    launch = max(0.0, started - computing) / 3.0
     tensor = tensor_ms(model, job, hardware)
     exchange = 2 * exchange_ms(model, job, hardware)  # there and back
     context = max(0.0, context_ms(model, job, hardware) - attention)
-    forward = products + experts + attention + tensor + context + exchange
-    selective = model.repeated_flops * each / rate
-    repeated = {"none": 0.0, "selective": selective, "full": job.recomputed * forward}[job.recompute]
-    return Layer(products, experts, attention, tensor, context, exchange, repeated)
+    forward = products + experts + attention + traffic + launch + tensor + context + exchange
+    repeated = job.recomputed * forward if job.recompute == "full" else again
+    return Layer(products, experts, attention, traffic, launch, tensor, context, exchange, repeated)
 
 
 def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) -> PassCosts:
