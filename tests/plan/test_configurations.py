@@ -221,13 +221,14 @@ def test_tensor_parallelism_is_hidden_where_w_is_not_split_off() -> None:
     asked = question(small(), gpus=4, p=2, t=2, c=1)
     ((_, job),) = configurations(asked)
     assert job.tp_overlap
-    plays = {choice.family: choice for choice in quick_plays(asked, job)}
-    apart = {"v-half", "v-min", "v-zb", "zb-h1"} & set(plays)
-    assert apart
-    assert not any(plays[family].request.job.tp_overlap for family in apart)
-    assert all("--tp-comm-overlap" not in flags_of(plays[family]) for family in apart)
-    stock = next(choice for choice in plays.values() if choice.stock)
+    request = Request(asked.model, job, H100, 79.0)
+    (apart, *_), (together, *_) = (choices_of(request, "vocab-1", family) for family in ("zb-h1", "1f1b"))
+    (stock, *_) = stock_choices(request)
+    assert "--tp-comm-overlap" not in flags_of(apart)
+    assert "--tp-comm-overlap" in flags_of(together)
     assert "--tp-comm-overlap" in flags_of(stock)
+    tensor = [shares(choice)["tensor parallelism"] * choice.iteration_ms for choice in (together, apart)]
+    assert tensor[0] == pytest.approx(0.3 * tensor[1])
 
 
 def test_experts_are_exchanged_within_a_node_if_they_can_be() -> None:
