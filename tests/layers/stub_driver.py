@@ -124,13 +124,14 @@ def main() -> None:
 
     def both(self: Launcher, grid: Any, tensors: Any, counts: Any, sizes: Any, *rest: Any) -> None:
         others = len(counts) + sum(type(size) is float or size != 1 for size in sizes)  # a 1 is a constant
-        library.expect(len(tensors), others)
+        pointers = sum(tensor is not None for tensor in tensors)
+        library.expect(pointers, others)
         noted = []
         for ready in (self._ready, {}):
             self._ready, kept = ready, self._ready
             launch(self, grid, tensors, counts, sizes, *rest)
             self._ready = kept
-            noted.append([library.argument(i) for i in range(2 + len(tensors) + others)])
+            noted.append([library.argument(i) for i in range(2 + pointers + others)])
         assert noted[0][2] == tensors[0].data_ptr()
         assert noted[0] == noted[1], (self._jit.__name__, noted)
         compared[self._jit.__name__] += 1

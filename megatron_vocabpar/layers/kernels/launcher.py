@@ -6,8 +6,9 @@ Triton's launches see the first ones alone; those that ask the driver see all.)
 
 A kernel's parameters are matrices, vectors, counts, sizes, then constants. The matrices' dtypes, sizes and
 constants choose the variant, and that matrices begin at multiples of 16 bytes. A vector always has the same
-dtype. Where it begins chooses nothing, nor do counts, which are those of tokens: so a training compiles
-nothing after its first microbatch.
+dtype, or is None where the constants keep the kernel from reading it, as the launch has the driver look up
+every pointer. Where a vector begins chooses nothing, nor do counts, which are those of tokens: so a training
+compiles nothing after its first microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FP_FUSION = False
 """Whatever this Triton's default, sums and products round one by one; ``tl.fma`` alone is fused."""
 
 _NO_HOOKS = None, None, None
-_address, _dtype = Tensor.data_ptr, attrgetter("dtype")
+_dtype = attrgetter("dtype")
 
 
 class Launcher:
@@ -46,20 +47,21 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, int],
-        tensors: tuple[Tensor, ...],
+        tensors: tuple[Tensor | None, ...],
         counts: tuple[int, ...],
         sizes: tuple[float, ...],
         constants: tuple[int, ...],
         num_warps: int = 4,
     ) -> None:
-        pointers, together = list(map(_address, tensors)), 0
+        matrices, together = tensors[: self._matrices], 0
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         for pointer in pointers[: self._matrices]:
-            together |= pointer
+            together |= pointer or 0
         key = None
         if self._compiles and together % 16 == 0:
             active = driver.active
             device = active.get_current_device()
-            key = device, sizes, constants, num_warps, *map(_dtype, tensors[: self._matrices])
+            key = device, sizes, constants, num_warps, *map(_dtype, matrices)
             if (ready := self._ready.get(key)) is not None:
                 run, function, metadata = ready
                 stream = active.get_current_stream(device)

@@ -261,12 +261,12 @@ def exponentials(
     softcap, headroom = terms.softcap, HEADROOM.get(logits.dtype if dtype is None else dtype, 0)
     slope = None if softcap is None else stats.new_empty(n)
     if n:
-        block, given = _block_of(ids, softcap is not None), stats if offset is None else offset
+        block, offset_stride = _block_of(ids, softcap is not None), 0 if offset is None else offset.stride(0)
         _exponentials_kernel(
             (n, 1),
-            (logits, e, target_row.contiguous(), stats, given, stats if slope is None else slope),
+            (logits, e, target_row.contiguous(), stats, offset, slope),
             (),
-            (stride, e_stride, stats.stride(0), given.stride(0), ids, valid_rows,
+            (stride, e_stride, stats.stride(0), offset_stride, ids, valid_rows,
              float(terms.logit_scale), 1.0 if softcap is None else float(softcap)),
             # Storage without headroom has fp32's exponents. E in the logits' place leaves no second pass.
             (headroom, offset is not None,

@@ -124,14 +124,14 @@ def _launch(
     n, columns = source.shape
     if not n or not columns:
         return
-    places, k, target = (row, row, row) if of_targets is None else of_targets
-    vectors = row, row if logs is None else logs.contiguous(), places, k, target
+    rows, k, target = (None, None, None) if of_targets is None else of_targets
+    vectors = row, None if logs is None else logs.contiguous(), rows, k, target
     cap = terms.softcap
     _gradient_kernel(
         (n, -(-columns // _BLOCK)),
-        (out, source, *vectors, row if uniform is None else uniform.contiguous()),
+        (out, source, *vectors, None if uniform is None else uniform.contiguous()),
         (),
-        (out.stride(0), source.stride(0), k.stride(0), columns, float(terms.logit_scale),
+        (out.stride(0), source.stride(0), 0 if k is None else k.stride(0), columns, float(terms.logit_scale),
          1.0 if cap is None else float(cap)),
         (of_targets is not None, logs is not None, uniform is not None, cap is not None, _BLOCK),
     )  # fmt: skip

@@ -178,7 +178,7 @@ def _finish(out: Tensor, source: Tensor, targets: tuple[Tensor, Tensor] | None, 
     stride, step = out.stride()
     assert step == 1 or columns == 1, out.stride()
     tensors, k_stride, flags = factor_arguments(gradient)
-    weight, rows = (out, tensors[0]) if targets is None else targets
+    weight, rows = (out, None) if targets is None else targets
     constants = (*flags, not isinstance(gradient, TargetGradient), targets is not None, _BLOCK)
     sizes = k_stride, stride, source.stride(0), weight.stride(0), columns
     grid = n, -(-columns // _BLOCK)

@@ -30,6 +30,7 @@ _LN2_LOW = tl.constexpr(exponents.LN2_LOW)
 _NOTHING = tl.constexpr(exponents.NOTHING)
 
 _BLOCK = 128
+_NONE = None, None, None, None
 
 
 @triton.jit
@@ -109,7 +110,8 @@ def factors(  # type: ignore[no-untyped-def]
     token,
     inside,
     k,  # [n] fp32, as are the next four; the row's factors, unless COMPUTED
-    offset, total, nll,
+    offset, total,  # read if COMPUTED, as are those below but the deficits
+    nll,  # read if LSE
     deficit,  # the targets' factors, unless COMPUTED
     valid,  # [n] boolean
     slope,  # [n] fp32, of the nll
@@ -197,17 +199,17 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     return out
 
 
-def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor, ...], int, tuple[int, ...]]:
-    """What ``factors`` takes: nine tensors, k's stride and three constants."""
+def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor | None, ...], int, tuple[int, ...]]:
+    """What ``factors`` takes: nine vectors, k's stride and three constants."""
     if not isinstance(gradient, TokenGradient):
         target = gradient.target
         row = target if isinstance(gradient, TargetGradient) else gradient.row
-        return (row,) * 4 + (target,) + (row,) * 4, row.stride(0), (False, False, False)
+        return (row, None, None, None, target, *_NONE), row.stride(0), (False, False, False)
     softmax, (slope, lse, _), k, cap = gradient
     slope = slope.float().contiguous()
-    of_lse, of_cap = slope if lse is None else lse.float().contiguous(), k if cap is None else cap
-    numbers = softmax.offset, softmax.total, softmax.nll, softmax.target_deficit, softmax.valid
-    return (k, *numbers, slope, of_lse, of_cap), k.stride(0), (True, lse is not None, cap is not None)
+    nll, of_lse = (None, None) if lse is None else (softmax.nll, lse.float().contiguous())
+    numbers = softmax.offset, softmax.total, nll, softmax.target_deficit, softmax.valid
+    return (k, *numbers, slope, of_lse, cap), k.stride(0), (True, lse is not None, cap is not None)
 
 
 def row_gradient(
