@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn, Progress
 
-from megatron_vocabpar.cli.files import is_quiet
+from megatron_vocabpar.cli.files import is_quiet, tell
 from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json, print_answer
 from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.given import Given
@@ -109,11 +109,13 @@ def _check_sizes(model: Model, gpus: int, fixed: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing else."""
+    """A bar that counts on a terminal, else a line."""
     terminal = Console(stderr=True)
     if is_quiet() or not terminal.is_terminal:
+        tell("searching parallel configurations; this takes up to a minute")
         yield lambda done, of: None
         return
-    with Progress(console=terminal, transient=True) as progress:
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=terminal, transient=True) as progress:
         task = progress.add_task("parallel configurations", total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)

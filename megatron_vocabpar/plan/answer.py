@@ -67,6 +67,13 @@ _HEADS = {
 _OF_A_JOB = ("family", "method", "ms", "MFU %", "tokens/s", "idle %", "GiB a rank", "fits")
 _BINDS, _WIDE = "what binds it", 110  # columns of a terminal where each row says so
 _OF_GPUS = (*("t", "p", "d", "c", "e", "b", "m", "schedule", "memory", "ms", "MFU %", "GiB"), _BINDS)
+LEGEND = (
+    "t, p, d, c, e: tensor, pipeline, data, context and expert parallel size; b: sequences of a microbatch; "
+    "m: microbatches"
+)
+"""What the columns of a search's table are."""
+ESTIMATED = "~: estimated from a few microbatches, not simulated whole"
+"""What the sign before some times says."""
 _WORDS = ("family", "method", "fits", "schedule", "memory", _BINDS)  # columns that are no numbers
 
 
@@ -150,6 +157,10 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     if answer.of_gpus and best is None:
         return
     console.print(_table(answer, wide))
+    legend = [LEGEND] if answer.of_gpus else []
+    legend += [ESTIMATED] if not all(choice.exact or choice.problem for choice in answer.choices) else []
+    if legend:
+        console.print(Text("; ".join(legend)))
     if not answer.of_gpus:
         for choice in answer.choices:
             if choice.problem:
@@ -197,7 +208,7 @@ def _cells_of_job(choice: Choice, best: Choice | None) -> list[str]:
     return [
         choice.family,
         choice.method,
-        f"{choice.iteration_ms:,.0f}",
+        f"{'' if choice.exact else '~'}{choice.iteration_ms:,.0f}",
         f"{100 * choice.mfu:.1f}",
         f"{choice.tokens_per_s:,.0f}",
         f"{100 * choice.idle:.1f}",
@@ -216,7 +227,7 @@ def cells(choice: Choice) -> list[str]:
         *map(str, (job.t, job.p, job.d, job.c, job.e, job.micro_batch, job.m)),
         choice.name,
         ", ".join(saved) or "-",
-        f"{choice.iteration_ms:,.0f}",
+        f"{'' if choice.exact else '~'}{choice.iteration_ms:,.0f}",
         f"{100 * choice.mfu:.1f}",
         f"{choice.peak_gib:.0f}",
         binds(choice),

@@ -138,7 +138,8 @@ def test_where_nothing_fits_at_all_it_says_what_would() -> None:
 def test_sizes_are_searched_for_some_gpus() -> None:
     done = CliRunner().invoke(main, ["layout", "--gpus", "2", "--global-batch-size", "4", "--", *TOY])
     assert done.exit_code == 0, done.output
-    assert re.search(r"on (\d) stages of H100, stock in .*, p \1, t ", done.output.splitlines()[0])
+    assert "searching parallel configurations" in done.stderr
+    assert re.search(r"on (\d) stages of H100, stock in .*, p \1, t ", done.stdout.splitlines()[0])
     assert re.search(r"^this package's .* with p 2, t 1, d 1", done.output, re.MULTILINE)
     refused = CliRunner().invoke(main, ["layout", "--gpus", "2", "--chunks", "2", "--", *TOY])
     assert refused.exit_code == 2
