@@ -72,7 +72,7 @@ def with_values(gpu: Hardware, values: Values) -> Hardware:
 
 def fitted() -> dict[str, float]:
     """The values that meet the runs best."""
-    runs = [run for run in published_runs() if run.is_planned and not run.held_out]
+    runs = [run for run in published_runs() if not (run.fsdp or run.held_out or run.precision == "nvfp4")]
     runs = [run for run in runs if run.hardware in _FAMILIES]
     start = values = starting_values()
     for _ in range(_ROUNDS):
@@ -142,6 +142,6 @@ def lines() -> Iterator[str]:
         yield f"| {name} | {start[name]:.3g} | {value:.3g} |"
     yield ""
     for family in ("hopper", "blackwell", "ultra"):
-        runs = [run for run in published_runs() if run.is_planned and _FAMILIES.get(run.hardware) == family]
+        runs = [run for run in published_runs() if not run.fsdp and _FAMILIES.get(run.hardware) == family]
         busy = fmean(1.0 - planned_choice(run, with_values(run.gpu, values)).idle for run in runs)
         yield f"{family}: GPUs were busy {100 * busy:.0f} % of the time, as planned."

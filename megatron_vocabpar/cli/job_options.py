@@ -51,6 +51,7 @@ class JobOptions:
     distributed_optimizer: bool = option(False, "Divide optimizer states over the replicas.")
     offload: bool = option(False, "Keep optimizer states on the host.")
     fp8: bool = option(False, "Products of layers in 8 bits.")
+    fp4: bool = option(False, "Products of layers in 4 bits (NVFP4).")
     recompute: str | None = option(
         None,
         f"Recomputation of activations: {', '.join(RECOMPUTE)}; full where nothing follows.",

@@ -143,7 +143,7 @@ def unused(given: Given, options: dict[str, Any]) -> list[str]:
     """What was given and nothing read."""
     lines = given.unread()
     if options["costs_file"] is not None:
-        asked = ("tflops", "link_gb_s", "network_gb_s", "gpus_per_node", "fp8")
+        asked = ("tflops", "link_gb_s", "network_gb_s", "gpus_per_node", "fp8", "fp4")
         named = [f"--{name.replace('_', '-')}" for name in asked if options[name]]
         lines += (
             [f"Not used beside --costs, but for memory and the step: {', '.join(named)}."] if named else []

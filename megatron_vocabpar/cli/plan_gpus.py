@@ -35,6 +35,7 @@ _SWITCHES = (
     ("distributed_optimizer", ("use-distributed-optimizer",)),
     ("offload", ("optimizer-cpu-offload",)),
     ("fp8", ("fp8-format", "fp8")),
+    ("fp4", ("fp4-format",)),
     ("flex_dispatcher", ("moe-token-dispatcher-type",)),
     ("recompute", ("recompute-granularity", "recompute-activations", "recompute-modules")),
     ("recomputed", ("recompute-method", "recompute-num-layers")),

@@ -242,7 +242,8 @@ def sizes_of(job: Job) -> str:
     sizes += ["precision-aware optimizer"] if job.precision_aware else []
     part = "" if job.offload == 1.0 else f"{job.offload:.0%} of the "
     sizes += [f"{part}optimizer on the host"] if job.offload else []
-    return ", ".join(sizes + (["fp8"] if job.fp8 else []))
+    sizes += ["fp8"] if job.fp8 else ["NVFP4"] if job.fp4 else []
+    return ", ".join(sizes)
 
 
 def recomputation(job: Job) -> str:

@@ -345,6 +345,7 @@ def _job_arguments(choice: Choice) -> list[str]:
             "--exp-avg-sq-dtype bf16",
         ]
     flags += ["--fp8-format hybrid"] if job.fp8 else []
+    flags += ["--fp4-format e2m1"] if job.fp4 else []
     return [
         *flags,
         *_recompute(choice),

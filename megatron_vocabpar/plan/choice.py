@@ -148,10 +148,11 @@ class Choice:
 
     @property
     def mfu(self) -> float:
-        """The model's operations over the peak of all GPUs."""
+        """The model's operations over the peak of all GPUs in the precision of the layers' products."""
         request = self.request
-        rate = self.tokens_per_s * request.model.step_flops
-        return rate / (request.job.gpus * request.hardware.tflops * 1e12)
+        job, gpu = request.job, request.hardware
+        peak = gpu.fp4_tflops if job.fp4 else gpu.fp8_tflops if job.fp8 else gpu.tflops
+        return self.tokens_per_s * request.model.step_flops / (job.gpus * peak * 1e12)
 
 
 def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> PassCosts:

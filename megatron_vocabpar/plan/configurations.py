@@ -152,6 +152,7 @@ def _jobs(question: Question, micro_batches: Sequence[int] | None = None) -> Ite
             p=p, t=t, c=c, d=d, e=e, m=question.batch // (b * d), micro_batch=b,
             distributed_optimizer=bool(fixed.get("distributed_optimizer", d * c > 1)),
             fp8=bool(fixed.get("fp8", False)),
+            fp4=bool(fixed.get("fp4", False)),
             flex_dispatcher=bool(fixed.get("flex_dispatcher", e > 1 and question.hardware.flex_backend)),
             tp_overlap=bool(fixed.get("tp_overlap", t > 1 and question.hardware.userbuffers)),
         )  # fmt: skip

@@ -42,7 +42,7 @@ class Rates:
         layers, output: products in layers, and the output layer, in bfloat16.
         busy: the share of the iteration in which the GPUs ran passes where layers reached this; see
             ``price.py``.
-        fp8_layers: layers' products in 8 bits.
+        fp8_layers, fp4_layers: layers' products in 8 bits and in 4, of experts in 4 bits as in 8.
         experts, fp8_experts: experts' products, in bfloat16 and in 8 bits.
         attention: scores and their use with heads of 128 or wider, over the operations without a mask, of
             which kernels leave out half; in bfloat16. Narrower heads take as long: exponentials limit them.
@@ -60,6 +60,7 @@ class Rates:
     busy: float
     output: float
     fp8_layers: float
+    fp4_layers: float
     experts: float
     fp8_experts: float
     attention: float
@@ -78,7 +79,8 @@ class Hardware:
     Attributes:
         name: the GPU's name.
         rates: the shares of its peaks that training reaches.
-        tflops, fp8_tflops: the peaks of dense products in bfloat16 and in 8 bits, 10^12 operations a second.
+        tflops, fp8_tflops, fp4_tflops: the peaks of dense products in bfloat16, in 8 bits and in 4, 10^12
+            operations a second; 0: it has none.
         memory_gib: the device's memory, as PyTorch sees it.
         memory_gb_s: the memory's bandwidth, 10^9 bytes a second.
         link_gb_s: one direction of NVLink or its like, 10^9 bytes a second.
@@ -106,6 +108,7 @@ class Hardware:
     transfer_share: float = 36.4 / 300
     per_node: int = 8
     per_host: int = 8
+    fp4_tflops: float = 0.0
     flex_backend: str = ""
     userbuffers: bool = False
     sources: dict[str, str] = field(default_factory=dict, compare=False)
@@ -128,6 +131,7 @@ def hardware_named(name: str) -> Hardware:
 
 _USUAL = {
     "transfer_share": "NVLink: 12.6 MB in 0.35 ms, the artifact's passes on A100",
+    "fp4_tflops": "none that Megatron trains with",
     "flex_backend": "none that Megatron core 0.19 has for this GPU",
     "userbuffers": "none without NVLink, and not tried on AMD's",
 }

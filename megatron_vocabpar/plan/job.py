@@ -34,7 +34,7 @@ class Job:
         offload: the share of optimizer states on the host, which runs their part of the optimizer's step.
         precision_aware: gradients and Adam's moments are in 16 bits, and weights of the optimizer in 32.
         tp_overlap: tensor parallelism communicates beside products, where W is not split off.
-        fp8: products of layers are in 8 bits.
+        fp8, fp4: products of layers are in 8 bits, or in 4 (NVFP4).
         flex_dispatcher: a token goes once to each node that has experts for it, as DeepEP sends it.
         graphed: a CUDA graph holds the whole iteration, so the host starts no kernels.
     """
@@ -54,6 +54,7 @@ class Job:
     precision_aware: bool = False
     tp_overlap: bool = False
     fp8: bool = False
+    fp4: bool = False
     flex_dispatcher: bool = False
     graphed: bool = False
 

@@ -238,7 +238,7 @@ def job_from_arguments(given: Given, sizes: Mapping[str, Any]) -> Job:
     Args:
         given: Megatron's arguments.
         sizes: the planner's options: pp, tp, dp, cp, ep, micro_batch_size, global_batch_size, microbatches,
-            distributed_optimizer, recompute, offload and fp8.
+            distributed_optimizer, recompute, offload, fp8 and fp4.
 
     Raises:
         ValueError: if GPUs or sequences cannot be divided; the message says what to give instead.
@@ -268,6 +268,7 @@ def job_from_arguments(given: Given, sizes: Mapping[str, Any]) -> Job:
         precision_aware=given.text("exp-avg-dtype") == "bf16",
         tp_overlap="tp-comm-overlap" in given,
         fp8="fp8-format" in given or "fp8" in given or bool(sizes.get("fp8")),
+        fp4="fp4-format" in given or bool(sizes.get("fp4")),
         flex_dispatcher=given.text("moe-token-dispatcher-type") == "flex",
     )
 

@@ -112,10 +112,15 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) ->
     Raises:
         ValueError: if products are in 8 bits and the GPU has none; the message has a remedy.
     """
-    if job.fp8 and not hardware.fp8_tflops:
-        raise ValueError(
-            f"{hardware.name} has no products in 8 bits; leave out --fp8, or choose another --hardware"
-        )
+    for bits, flag, asked, peak in (
+        (8, "--fp8", job.fp8, hardware.fp8_tflops),
+        (4, "--fp4", job.fp4, hardware.fp4_tflops),
+    ):
+        if asked and not peak:
+            raise ValueError(
+                f"{hardware.name} has no products in {bits} bits; leave out {flag}, or choose another "
+                "--hardware"
+            )
     if len(model.kinds) > 1:
         of_kinds = [(share, layer_ms(kind, job, hardware, factor)) for share, kind in model.kinds]
         names = [field.name for field in fields(Layer)]
@@ -123,8 +128,9 @@ def layer_ms(model: Model, job: Job, hardware: Hardware, factor: float = 1.0) ->
     rates, tokens = hardware.rates, model.seq_length * job.micro_batch / job.c
     each = tokens / job.t * factor / 1e9  # times operations of a token, over 10^12 a second
     byte = each * 1e3 / hardware.memory_gb_s  # times bytes of a token
-    if job.fp8:
+    if job.fp8 or job.fp4:
         rate, expert_rate = hardware.fp8_tflops * rates.fp8_layers, hardware.fp8_tflops * rates.fp8_experts
+        rate = hardware.fp4_tflops * rates.fp4_layers if job.fp4 else rate
     else:
         rate, expert_rate = hardware.tflops * rates.layers, hardware.tflops * rates.experts
     products = (model.matmul_flops - model.expert_flops) * each / rate

@@ -103,7 +103,7 @@ def test_a_search_says_what_its_options_replace() -> None:
     words = ("--gpus", "2", "--tp", "1", "--global-batch-size", "4", "--seq-length", "1024", "--recompute")
     given = ("--tensor-model-parallel-size", "2", "--global-batch-size", "8", "--nnodes", "8")
     more = ("--nproc-per-node", "8", "--recompute-granularity", "selective")
-    data = json.loads(plan(*words, "--", *MODEL.split(), *given, *more).output)
+    data = json.loads(plan(*words, "--", *MODEL.split(), *given, *more).stdout)
     assert (data["gpus"], data["global_batch_size"], data["model"]["seq_length"]) == (2, 4, 1024)
     assert data["notes"] == [
         "--tp 1 instead of --tensor-model-parallel-size 2",

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from lab.paper.published import cells
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.given import Given, read_words
+from megatron_vocabpar.plan.hardware import hardware_named
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_arguments import model_from_arguments
 from megatron_vocabpar.plan.read_config import load_config, model_from_config, model_preset, model_presets
 from megatron_vocabpar.plan.read_script import read_script
+from megatron_vocabpar.plan.times import layer_ms
 
 # Billions of parameters, as published; without multi-token prediction.
 # Sources: model cards; for Llama, Qwen and Mixtral the number of parameters that the card gives.
@@ -213,3 +218,19 @@ def test_a_multimodal_config_may_leave_out_what_its_class_has(tmp_path: Path) ->
         5 / 6,
     )
     assert model.gated
+
+
+def test_four_bits_are_faster_where_a_gpu_has_them_and_mfu_counts_them() -> None:
+    model, job = model_preset("llama-3.1-70b"), Job(p=4, t=2, d=1, m=8)
+    gpu = hardware_named("GB300")
+    products = {name: layer_ms(model, replace(job, **{name: True}), gpu).products for name in ("fp8", "fp4")}
+    ratio = (gpu.fp4_tflops * gpu.rates.fp4_layers) / (gpu.fp8_tflops * gpu.rates.fp8_layers)
+    assert products["fp8"] / products["fp4"] == pytest.approx(ratio)
+    assert 1.3 < ratio < 2.5
+    plain, lean = (
+        choice_of(Request(model, replace(job, fp4=fp4), gpu, 300.0), "vocab-2", "1f1b")
+        for fp4 in (False, True)
+    )
+    assert lean.mfu / plain.mfu == pytest.approx(plain.iteration_ms / lean.iteration_ms * 2500 / 15000)
+    with pytest.raises(ValueError, match="H100 has no products in 4 bits; leave out --fp4, or"):
+        layer_ms(model, replace(job, fp4=True), hardware_named("H100"))
