@@ -21,7 +21,7 @@ from megatron_vocabpar.layers.terms import LossTerms
 from megatron_vocabpar.losses.exchange import local_ranges, make_exchange
 from megatron_vocabpar.losses.realign import Realign, aligned_ranges
 from megatron_vocabpar.losses.sources import LazyLogits, Logits
-from megatron_vocabpar.losses.summary import Call, SoftmaxSummary
+from megatron_vocabpar.losses.summary import LossCall, SoftmaxSummary
 
 
 class Layout(TypedDict, total=False):
@@ -91,7 +91,7 @@ def summarise(
 
 def prepare(
     logits: Logits, layout: Layout, *, entropy: bool = False, mean: bool = False
-) -> tuple[Call, tuple[Tensor, ...]]:
+) -> tuple[LossCall, tuple[Tensor, ...]]:
     """The call and its tensors: hidden states then weight shards, or shards of logits."""
     tensors = _tensors(logits)
     lazy = isinstance(logits, LazyLogits)
@@ -117,7 +117,7 @@ def prepare(
         ranges = homes
     wide = result_dtype(tensors[0].dtype) == tensors[0].dtype and not lazy and not invariant
     plain = wide and softcap is None and all(shard.valid_rows == shard.rows for shard in ranges)
-    call = Call(
+    call = LossCall(
         exchange=exchange,
         ranges=ranges,
         lazy=lazy,

@@ -25,7 +25,7 @@ from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import LazyLogits, Logits, Scratch, Source
-from megatron_vocabpar.losses.summary import Call, Normaliser, first_derivative, normaliser_of
+from megatron_vocabpar.losses.summary import LossCall, Normaliser, first_derivative, normaliser_of
 from megatron_vocabpar.losses.top import top_and_rest
 
 
@@ -106,7 +106,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     @exact
     def forward(
-        ctx: Any, divergence: Divergence, calls: tuple[Call, Call], split: int, *tensors: Tensor
+        ctx: Any, divergence: Divergence, calls: tuple[LossCall, LossCall], split: int, *tensors: Tensor
     ) -> Tensor:
         sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
         softmaxes = normaliser_of(calls[0], sources[0]), normaliser_of(calls[1], sources[1])
@@ -168,7 +168,7 @@ class _Sums(torch.autograd.Function):
 class _Parts:
     """Both distributions, read in chunks that both sources can read."""
 
-    calls: tuple[Call, Call]
+    calls: tuple[LossCall, LossCall]
     sources: tuple[Source, Source]
     softmaxes: tuple[Normaliser, Normaliser]
     places: tuple[Scratch, Scratch] = field(default_factory=lambda: (Scratch(), Scratch()))

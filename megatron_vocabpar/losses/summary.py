@@ -50,7 +50,7 @@ from megatron_vocabpar.losses.sources import (
 
 
 @dataclass(frozen=True)
-class Call:
+class LossCall:
     """What stays the same between the forward and the backward pass of one call.
 
     Attributes:
@@ -116,7 +116,7 @@ class SoftmaxSummary(torch.autograd.Function):
 
     @staticmethod
     @exact
-    def forward(ctx: Any, call: Call, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: LossCall, targets: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         source = call.source(tensors)
         sink = DenseGradients(source) if isinstance(source, DenseSource) and call.keep_exponentials else None
         softmax, offsets = _forward(call, source, targets, sink)
@@ -148,7 +148,7 @@ class Normaliser(NamedTuple):
     total: Tensor
 
 
-def normaliser_of(call: Call, source: Source) -> Normaliser:
+def normaliser_of(call: LossCall, source: Source) -> Normaliser:
     """The normalisers over all shards."""
     empty = source.logits(0, slice(0, 0), Scratch())
     nowhere = empty.new_full((source.tokens,), -1, dtype=torch.int64)
@@ -157,7 +157,7 @@ def normaliser_of(call: Call, source: Source) -> Normaliser:
 
 
 def of_chunks(
-    call: Call, source: Source, function: Callable[[Tensor, VocabRange, slice], Tensor]
+    call: LossCall, source: Source, function: Callable[[Tensor, VocabRange, slice], Tensor]
 ) -> list[Tensor]:
     """[n, ...] for each shard of this process: a function of its logits [rows, P'], its range and the rows.
 
@@ -172,7 +172,7 @@ def of_chunks(
 
 
 def _forward(
-    call: Call, source: Source, targets: Tensor, sink: DenseGradients | None = None
+    call: LossCall, source: Source, targets: Tensor, sink: DenseGradients | None = None
 ) -> tuple[Softmax, Tensor]:
     """The softmax, and the offsets [shards, n] of this process; exponentials go into the sink."""
     columns, rows_of = row_columns(call.extras), {shard: target_rows(targets, shard) for shard in call.ranges}
@@ -224,7 +224,7 @@ def _joined_whole(columns: Sequence[str], gathered: Tensor, dtype: torch.dtype) 
 
 
 def _backward(
-    call: Call,
+    call: LossCall,
     source: Source,
     targets: Tensor,
     softmax: Softmax,
@@ -268,7 +268,7 @@ def _of_exponentials_(e: Tensor, row: Tensor, gradient: RowGradient, uniform: Te
     add_targets_(e, row, gradient.target)
 
 
-def _factors(call: Call, softmax: Softmax, slopes: Slopes, k: Tensor) -> RowGradient:
+def _factors(call: LossCall, softmax: Softmax, slopes: Slopes, k: Tensor) -> RowGradient:
     """dY of exponentials relative to 2^k: the slopes of the softmax's own numbers and of the extras."""
     gradient = row_gradient(softmax, slopes, k)
     for extra in call.extras:
@@ -277,14 +277,14 @@ def _factors(call: Call, softmax: Softmax, slopes: Slopes, k: Tensor) -> RowGrad
     return gradient
 
 
-def _uniform(call: Call, slopes: Slopes) -> Tensor | None:
+def _uniform(call: LossCall, slopes: Slopes) -> Tensor | None:
     """[n] what every id's dY gets; None is 0."""
     parts = [extra.uniform(slopes.extras[extra.name]) for extra in call.extras]
     present = [part for part in parts if part is not None]
     return torch.stack(present).sum(0) if present else None
 
 
-def _bound(call: Call, softmax: Softmax, slopes: Slopes) -> Tensor:
+def _bound(call: LossCall, softmax: Softmax, slopes: Slopes) -> Tensor:
     """[n] bounds of |dY_j| and sum_j |dY_j|; NaN for rows that are not finite."""
     assert slopes.lse is not None
     bound = 2 * torch.where(softmax.valid, slopes.nll, 0).abs() + slopes.lse.abs()

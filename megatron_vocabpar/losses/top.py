@@ -15,7 +15,7 @@ from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.sources import Logits, Scratch
-from megatron_vocabpar.losses.summary import Call, first_derivative, normaliser_of, of_chunks
+from megatron_vocabpar.losses.summary import LossCall, first_derivative, normaliser_of, of_chunks
 
 
 def vocab_top(logits: Logits, k: int, **layout: Unpack[Layout]) -> TopLogprobs:
@@ -77,7 +77,7 @@ class _Bins(torch.autograd.Function):
 
     @staticmethod
     @exact
-    def forward(ctx: Any, call: Call, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: LossCall, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         source = call.source(tensors)
         offset, total = normaliser_of(call, source)
 
