@@ -32,7 +32,7 @@ class LogitsError(AttributeError, ValueError):
 
 
 @dataclass(frozen=True)
-class Request:
+class TokenRequest:
     """The numbers that a framework asks for, of the tokens of one microbatch.
 
     Attributes:
@@ -51,7 +51,7 @@ class Request:
 class Wanted(BaseException):
     """Ends a framework's code when it asks for unknown numbers; ``except Exception`` does not catch it."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: TokenRequest) -> None:
         super().__init__()
         self.request = request
 
@@ -176,7 +176,7 @@ class LogitsHandle(_Shaped):
             )
         if self._answer is None:
             wanted = dict.fromkeys(self._wanted, True)
-            raise Wanted(Request(labels, _one_temperature(self._temperatures, labels), **wanted))
+            raise Wanted(TokenRequest(labels, _one_temperature(self._temperatures, labels), **wanted))
         return self._answer.logprobs.view(labels.shape)
 
     def entropy(self, gradient: bool = True) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_vocabpar.frameworks.handle import Answer, LogitsHandle, Request, Wanted
+from megatron_vocabpar.frameworks.handle import Answer, LogitsHandle, TokenRequest, Wanted
 from megatron_vocabpar.pipeline.microbatches import IGNORED
 from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall, StandIn
 
@@ -91,7 +91,7 @@ class BegunStep:
     """
 
     call: ModelCall
-    request: Request
+    request: TokenRequest
     finish: Callable[[Answer], Any]
 
 
@@ -111,7 +111,7 @@ def begin_step(
         labels = stand_in.only_call().labels
         if labels is not None:
             return BegunStep(
-                stand_in.only_call(), Request(labels), lambda answer: loss_func(-answer.logprobs)
+                stand_in.only_call(), TokenRequest(labels), lambda answer: loss_func(-answer.logprobs)
             )
         loss_func(output)
     except Wanted as wanted:
