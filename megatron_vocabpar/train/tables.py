@@ -93,7 +93,7 @@ def as_text(table: TextTable) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class MethodSummary:
     """One row: a method's rates as medians over steps, and its largest peak of memory by stage.
 
     Idle times are shares of a step, means over ranks: as planned, and as measured in the last step.
@@ -111,12 +111,12 @@ class Summary:
     idle_measured: float | None = None
 
 
-def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
+def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> MethodSummary:
     """One row from the lines of a method's ``metrics.jsonl``, at least one."""
     stages = len(records[-1]["peak_memory_mib"])  # a resume may have changed it
     peaks = zip(*(r["peak_memory_mib"] for r in records if len(r["peak_memory_mib"]) == stages), strict=True)
     evaluations = loss_curve(records, "eval_loss")
-    return Summary(
+    return MethodSummary(
         method=method,
         steps=records[-1]["step"],
         first_loss=records[0]["loss"],
@@ -128,7 +128,7 @@ def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> Summary:
     )
 
 
-def summary_table(summaries: Sequence[Summary]) -> TextTable:
+def summary_table(summaries: Sequence[MethodSummary]) -> TextTable:
     """Speed, memory and loss of every method."""
     headings = ["method", "tokens/s", "peak MiB by stage", "loss, last", "loss, first"]
     rows = [
@@ -162,7 +162,7 @@ def difference_table(differences: Sequence[Difference]) -> TextTable:
     return TextTable(f"Largest difference of the loss from {differences[0].reference}", rows)
 
 
-def headline(summaries: Sequence[Summary], differences: Sequence[Difference]) -> str:
+def headline(summaries: Sequence[MethodSummary], differences: Sequence[Difference]) -> str:
     """The result of a job in one sentence: the first method beside the reference, or by itself."""
     first = summaries[0]
     difference = next((row for row in differences if row.method == first.method), None)

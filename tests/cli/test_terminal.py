@@ -22,7 +22,7 @@ from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.text_tables import console
-from megatron_vocabpar.train.tables import Summary, as_text, summary_table
+from megatron_vocabpar.train.tables import MethodSummary, as_text, summary_table
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_search(choice: Choice, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_training_and_checks_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = [12345.0] * 16
-    row = Summary("interlaced", 10_000, 11.2, 10.1, 10.3, 1_234_567.0, 123_456.0, peaks, 0.123, 0.345)
+    row = MethodSummary("interlaced", 10_000, 11.2, 10.1, 10.3, 1_234_567.0, 123_456.0, peaks, 0.123, 0.345)
     all_in(as_text(summary_table([row])), ["1,234,567", "123,456", "12345", "12/34", "10000", "10.3000"])
     print_table([Result("products beside a kernel that waits", "ok", "1,234.5 ms, " * 9, "", 1234.5)])
     all_in(capsys.readouterr().out, ["1234.5", "1,234.5"])
