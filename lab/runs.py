@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.losses.call import Layout, prepare
+from megatron_vocabpar.losses.arguments import Layout, prepare
 from megatron_vocabpar.losses.functions import vocab_logprobs
 from megatron_vocabpar.losses.sources import LazyLogits, Logits
 from megatron_vocabpar.losses.summary import of_chunks
@@ -155,7 +155,7 @@ def record(
         targets: [n] ids.
         mask, microbatch, sentence, prompt: [n] or None.
         logprobs: [n] values of another implementation; None computes them here.
-        layout: see ``call.Layout``.
+        layout: see ``arguments.Layout``.
 
     Raises:
         ValueError: naming the argument that does not fit.

@@ -7,7 +7,7 @@ With K the stored ids, R = sum_{i not in K} p_i and gradients g by the logarithm
 R is summed over the other ids: as 1 - sum_K p_j it would lose its digits where K has nearly everything.
 For example, of two shards the first has id 3 of K = {3, 900}: its bins are log p_3, 0 and its part of R.
 
-Next: ``../losses/top.py``.
+Next: ``../losses/top_k.py``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megatron_vocabpar.losses.functions import (
 )
 from megatron_vocabpar.losses.kl import vocab_kl
 from megatron_vocabpar.losses.sources import LazyLogits
-from megatron_vocabpar.losses.top import vocab_top
+from megatron_vocabpar.losses.top_k import vocab_top
 
 __all__ = [
     "LazyLogits",

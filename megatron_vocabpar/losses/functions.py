@@ -6,8 +6,8 @@
     vocab_argmax          the most likely id               vocab_target_rank: how many ids are likelier
 
 ``kl.py`` has the divergence of two distributions. Each takes ``logits``: this rank's shard [..., P], a list
-of all shards (in one process), or ``LazyLogits(hidden, weight)``. ``call.Layout`` has the keyword arguments
-that they share. Nothing writes into an argument. Next: ``summary.py``, which computes them.
+of all shards (in one process), or ``LazyLogits(hidden, weight)``. ``arguments.Layout`` has the keyword
+arguments that they share. Nothing writes into an argument. Next: ``summary.py``, which computes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.targets import target_rows
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import token_loss
-from megatron_vocabpar.losses.call import Layout, check_targets, leading_shape, prepare, summarise
+from megatron_vocabpar.losses.arguments import Layout, check_targets, leading_shape, prepare, summarise
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import Logits
 from megatron_vocabpar.losses.summary import of_chunks
@@ -52,7 +52,7 @@ def vocab_logprobs(
         ignore_index: target of tokens whose result is 0, without gradient.
         mask: [...] weights of the tokens; 0 leaves a token out.
         reduction: ``none``, ``sum``, or ``mean`` over the mask's sum (without one, over counted targets).
-        layout: see ``call.Layout``.
+        layout: see ``arguments.Layout``.
 
     Returns:
         [...] fp32 (fp64 for fp64), or a scalar; the same on every rank.

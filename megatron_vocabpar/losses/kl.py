@@ -22,11 +22,11 @@ from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.divergence import Divergence
 from megatron_vocabpar.layers.exponents import power_of_two, subtract_power_log_
 from megatron_vocabpar.layers.gemm import exact
-from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
+from megatron_vocabpar.losses.arguments import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import LazyLogits, Logits, Scratch, Source
 from megatron_vocabpar.losses.summary import LossCall, Normaliser, first_derivative, normaliser_of
-from megatron_vocabpar.losses.top import top_and_rest
+from megatron_vocabpar.losses.top_k import top_and_rest
 
 
 def vocab_kl(
@@ -52,7 +52,7 @@ def vocab_kl(
         mixture: b gives b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q, for 0 < b < 1.
         mask: [...] weights of the tokens.
         reduction: ``none``, ``sum`` or ``mean``.
-        layout: see ``call.Layout``. ``invariant`` needs both to be logits, or both ``LazyLogits``.
+        layout: see ``arguments.Layout``. ``invariant`` needs both to be logits, or both ``LazyLogits``.
 
     Returns:
         [...] fp32 (fp64 for fp64), or a scalar; at least 0 of logits, inf if q is 0 at an id where p is not.

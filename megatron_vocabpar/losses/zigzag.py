@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vocabpar.losses.call import Layout
+from megatron_vocabpar.losses.arguments import Layout
 from megatron_vocabpar.losses.exchange import make_exchange
 from megatron_vocabpar.losses.functions import vocab_logprobs
 from megatron_vocabpar.losses.sources import Logits

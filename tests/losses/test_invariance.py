@@ -16,7 +16,7 @@ from megatron_vocabpar.losses import (
     vocab_kl,
     vocab_logprobs_and_entropy,
 )
-from megatron_vocabpar.losses.call import Layout
+from megatron_vocabpar.losses.arguments import Layout
 from tests.cases import rest_is_slow
 from tests.losses import reference
 from tests.losses.reference import VOCAB, error

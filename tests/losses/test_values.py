@@ -20,7 +20,7 @@ from megatron_vocabpar.losses import (
     vocab_logprobs_and_entropy,
     vocab_target_rank,
 )
-from megatron_vocabpar.losses.call import check_targets
+from megatron_vocabpar.losses.arguments import check_targets
 from tests.layers.cuda_device import Products
 from tests.losses import reference
 from tests.losses.reference import SPLITS, VOCAB, error

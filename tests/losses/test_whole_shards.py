@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_vocabpar.layers.kernels import cpu_softmax, dispatch
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.losses import vocab_argmax, vocab_entropy, vocab_logprobs_and_entropy
-from megatron_vocabpar.losses.call import Layout
+from megatron_vocabpar.losses.arguments import Layout
 
 TOKENS = 7
 

@@ -1,6 +1,6 @@
 """The k most likely ids of every token, from those of its shards.
 
-Next: ``../../losses/top.py``, from logits.
+Next: ``../../losses/top_k.py``, from logits.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from megatron_vocabpar.layers.exponents import subtract_power_log_
 from megatron_vocabpar.layers.extras.top import joined_top, shard_top
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.partition import VocabRange
-from megatron_vocabpar.losses.call import Layout, leading_shape, prepare
+from megatron_vocabpar.losses.arguments import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.sources import Logits, Scratch
 from megatron_vocabpar.losses.summary import LossCall, first_derivative, normaliser_of, of_chunks
 
