@@ -13,7 +13,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from megatron_vocabpar.frameworks.bindings import (
+from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE, Checks
+from megatron_vocabpar.frameworks.parameter_walks import WALKS
+from megatron_vocabpar.frameworks.replaced_functions import (
     FUNCTIONS,
     LABELS,
     MEGATRON,
@@ -22,9 +24,7 @@ from megatron_vocabpar.frameworks.bindings import (
     answering,
     refusing,
 )
-from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE, Checks
 from megatron_vocabpar.frameworks.runner import StepRunner
-from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import Binding, recognise
 from megatron_vocabpar.megatron_lm.capture import order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig

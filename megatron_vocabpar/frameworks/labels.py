@@ -3,7 +3,8 @@
 The model sees prompts, responses and padding. A token with the label -1, which is no id, takes no part in the
 output layer (``pipeline/microbatches.py``), and its numbers are NaN (``steps.py``).
 
-Read at verl v0.7.0 and slime v0.3.1. Next: ``bindings.py``, which names the functions that these replace.
+Read at verl v0.7.0 and slime v0.3.1. Next: ``replaced_functions.py``, which names the functions that these
+replace.
 """
 
 from __future__ import annotations

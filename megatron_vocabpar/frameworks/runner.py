@@ -1,6 +1,6 @@
 """The forward-backward function of frameworks: their steps are made Megatron's, which our schedules run.
 
-Next: ``bindings.py``, how frameworks get it.
+Next: ``replaced_functions.py``, how frameworks get it.
 """
 
 from __future__ import annotations

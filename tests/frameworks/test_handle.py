@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, answering
 from megatron_vocabpar.frameworks.handle import Answer, LogitsHandle, Wanted
+from megatron_vocabpar.frameworks.replaced_functions import FUNCTIONS, answering
 from megatron_vocabpar.frameworks.steps import as_megatron, begin_step
 
 B, S, P = 2, 5, 7

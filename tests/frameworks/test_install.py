@@ -17,11 +17,18 @@ from megatron.core.models.gpt import gpt_model as gpt
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_vocabpar.frameworks import install as installing
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, LABELS, MEGATRON, REFUSED, SAVED, refusing
 from megatron_vocabpar.frameworks.bridge import ADAPT, PROVIDE, UPDATE
 from megatron_vocabpar.frameworks.install import config_from, install
+from megatron_vocabpar.frameworks.parameter_walks import WALKS
+from megatron_vocabpar.frameworks.replaced_functions import (
+    FUNCTIONS,
+    LABELS,
+    MEGATRON,
+    REFUSED,
+    SAVED,
+    refusing,
+)
 from megatron_vocabpar.frameworks.runner import StepRunner
-from megatron_vocabpar.frameworks.weights import WALKS
 from megatron_vocabpar.megatron_lm.bindings import DetectedMegatron
 from megatron_vocabpar.megatron_lm.patch import has_name, original_of
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel

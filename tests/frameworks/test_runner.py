@@ -16,8 +16,8 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_vocabpar.frameworks.bindings import FUNCTIONS, answering
 from megatron_vocabpar.frameworks.install import config_from
+from megatron_vocabpar.frameworks.replaced_functions import FUNCTIONS, answering
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.train.cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, _arrays, _differences, batch, build_chunks, parallel_groups

@@ -3,7 +3,7 @@
 Converters to and from Hugging Face expect the embedding whole on the first stage and the output weight on
 the last, each divided over the tensor-parallel ranks of its stage.
 
-Next: ``frameworks/weights.py``, the converters.
+Next: ``frameworks/parameter_walks.py``, the converters.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vocabpar.frameworks import weights
-from megatron_vocabpar.frameworks.weights import Walk
+from megatron_vocabpar.frameworks import parameter_walks
+from megatron_vocabpar.frameworks.parameter_walks import Walk
 from megatron_vocabpar.megatron_lm.bindings import Binding
 
 NAME = Binding("a", "b", (), "")
@@ -26,7 +26,7 @@ def test_a_function_runs_on_whole_layers(monkeypatch: pytest.MonkeyPatch) -> Non
         yield
         events.append("end")
 
-    monkeypatch.setattr(weights, "whole_layers", shown)
+    monkeypatch.setattr(parameter_walks, "whole_layers", shown)
 
     def load(path: str, model: Any) -> str:
         events.append(path)
@@ -61,7 +61,7 @@ class Task:
 
 def test_tasks_take_the_layers_that_are_shown_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was gathered when they were prepared has been freed from the model and may be old."""
-    monkeypatch.setattr(weights, "whole_layers", lambda *_: nullcontext())
+    monkeypatch.setattr(parameter_walks, "whole_layers", lambda *_: nullcontext())
     model = torch.nn.Module()
     model.output_layer, model.decoder = torch.nn.Linear(2, 3), torch.nn.Linear(2, 2)
     old = torch.nn.Linear(2, 3)

@@ -4,9 +4,9 @@ Read at verl v0.7.0 to v0.9.1, slime v0.3.1 and Megatron Bridge v0.6.0. What may
 what says so:
 
     verl    FUNCTIONS, LABELS, REFUSED here, labels.py     an error before the first model
-    slime   the same, the slime row of weights.py          the same
+    slime   the same, the slime row of parameter_walks.py  the same
     all     SAVED here                                     an error when state by bucket is saved
-    Bridge  WALKS of weights.py                            Bridge's error when it loads weights
+    Bridge  WALKS of parameter_walks.py                    Bridge's error when it loads weights
             names and fields at the top of bridge.py       a warning for each field
 
 Next: ``install.py``.
