@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_vocabpar.schedule.make.generate import make_plan
     from megatron_vocabpar.schedule.simulate import simulate
     from megatron_vocabpar.train.cpu import megatron_on_cpu
-    from megatron_vocabpar.train.weights import initialise_weights
+    from megatron_vocabpar.train.initial_weights import initialise_weights
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ _FACE = {
     "vocab_groups": "pipeline.forward_backward",
     "VocabOptions": "pipeline.options",
     "VocabParallelGPTModel": "pipeline.model.gpt",
-    "initialise_weights": "train.weights",
+    "initialise_weights": "train.initial_weights",
     "make_plan": "schedule.make.generate",
     "megatron_on_cpu": "train.cpu",
     "simulate": "schedule.simulate",

@@ -13,8 +13,8 @@ from lab.runtime import measure_runtime
 from megatron_vocabpar.cli.files import FORMAT
 from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.runtime.processes import ProcessFailed
-from megatron_vocabpar.train.check import check_run
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.config_checks import check_run
 
 
 @click.command("runtime")

@@ -16,8 +16,8 @@ import click
 from megatron_vocabpar.cli.files import click_option, is_quiet
 from megatron_vocabpar.cli.main import RunFailed
 from megatron_vocabpar.option import options_of, value_types
-from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig, off_flag
+from megatron_vocabpar.train.config_checks import require_modules
 from megatron_vocabpar.train.output import resumed
 
 _PATHS = ("text", "tokenizer", "costs")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_vocabpar.doctor.check_runs import Finding, within
 from megatron_vocabpar.schedule.words.methods import BASELINE
-from megatron_vocabpar.train.check import require_modules
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.config_checks import require_modules
 from megatron_vocabpar.train.metrics import read_metrics
 from megatron_vocabpar.train.output import METRICS_FILE
 from megatron_vocabpar.train.tables import differences, loss_curve

@@ -22,8 +22,8 @@ from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.serialize import plan_to_json
 from megatron_vocabpar.train import output
-from megatron_vocabpar.train.check import check, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.config_checks import check, resolve_device
 from megatron_vocabpar.train.prepare import DataFiles, prepare, quiet_megatron
 from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method

@@ -36,7 +36,7 @@ from megatron_vocabpar.schedule.times.redistribution import redistribute_by_flop
 from megatron_vocabpar.schedule.words.methods import REDIS, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.weights import initialise_weights
+from megatron_vocabpar.train.initial_weights import initialise_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope"}

@@ -19,13 +19,13 @@ from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.initial_weights import global_parameters
 from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.output import checkpoint_folder, steps_done
 from megatron_vocabpar.train.prepare import prepare
 from megatron_vocabpar.train.schedules import plan_method
 from megatron_vocabpar.train.state import build, load_checkpoint
 from megatron_vocabpar.train.trainer import _Trainer, train
-from megatron_vocabpar.train.weights import global_parameters
 from tests.cases import rest_is_slow
 from tests.pipeline.gpt import unwrap
 from tests.spawn import run_ranks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_vocabpar.train import job
-from megatron_vocabpar.train.check import check, require_modules, resolve_device
 from megatron_vocabpar.train.config import TrainConfig
+from megatron_vocabpar.train.config_checks import check, require_modules, resolve_device
 from megatron_vocabpar.train.output import (
     CHECKPOINT_FOLDER,
     finished,
