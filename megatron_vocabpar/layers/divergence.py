@@ -12,7 +12,8 @@ reference) keep their digits. With D the divergence, and K the KL of one side fr
 
 A distillation's forward KL is that of the teacher p from the student q, its reverse KL that of the student p
 from the teacher q. Source of the mixture: On-Policy Distillation of Language Models (arXiv 2306.13649).
-Next: ``bins.py``, of a distribution that is stored as its top k; ``extras/divergence.py``, for the pipeline.
+Next: ``bins.py``, of a distribution that is stored as its top k; ``extras/distillation.py``, for the
+pipeline.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.extras.divergence import Teacher
+from megatron_vocabpar.layers.extras.distillation import Teacher
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.recording import ForwardStep
 

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.extras.divergence import Teacher
+from megatron_vocabpar.layers.extras.distillation import Teacher
 from megatron_vocabpar.layers.fp8 import check_device
 from megatron_vocabpar.layers.kernels.dispatch import why_not_triton
 from megatron_vocabpar.pipeline import compat, graphs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.extras.divergence import comparison
+from megatron_vocabpar.layers.extras.distillation import comparison
 from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.operands import ShardOptions

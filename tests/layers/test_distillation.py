@@ -11,7 +11,7 @@ import torch
 
 from lab.memory import peak_mib
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.extras.divergence import Teacher, TeacherStates, comparison
+from megatron_vocabpar.layers.extras.distillation import Teacher, TeacherStates, comparison
 from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output.plain import output_forward

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from megatron_vocabpar.layers.embedding import embedding_backward
-from megatron_vocabpar.layers.extras.divergence import comparison
+from megatron_vocabpar.layers.extras.distillation import comparison
 from megatron_vocabpar.layers.extras.entropy import Entropy
 from megatron_vocabpar.layers.extras.extra import Extra, join, place_of
 from megatron_vocabpar.layers.extras.target_rank import TargetRank

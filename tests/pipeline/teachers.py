@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.extras.divergence import Teacher, TeacherStates
+from megatron_vocabpar.layers.extras.distillation import Teacher, TeacherStates
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import Distillation
 

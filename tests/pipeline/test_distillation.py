@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_vocabpar.layers.extras.divergence import check_teacher
+from megatron_vocabpar.layers.extras.distillation import check_teacher
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.pipeline.options import VocabOptions

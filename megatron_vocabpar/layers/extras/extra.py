@@ -12,7 +12,7 @@ example the entropy is made of the row kernel's sums of E ln E, and its slope gi
 products with W and x are ``output/plain.py``'s.
 
 An extra is of one microbatch, as the divergence holds what the teacher says of it; the others are the same
-object for all. Next: ``entropy.py``; then ``mean.py``, ``target_rank.py``, ``divergence.py``, ``top.py``.
+object for all. Next: ``entropy.py``; then ``mean.py``, ``target_rank.py``, ``distillation.py``, ``top.py``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import extras as modules
-from megatron_vocabpar.layers.extras.divergence import check_teacher, comparison
+from megatron_vocabpar.layers.extras.distillation import check_teacher, comparison
 from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.extras.target_rank import TargetRank

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.extras.divergence import Comparison
+from megatron_vocabpar.layers.extras.distillation import Comparison
 from megatron_vocabpar.layers.extras.top import Top
 from megatron_vocabpar.layers.token_loss import loss_of
 from megatron_vocabpar.pipeline.iteration import Iteration, LayerHandlers
