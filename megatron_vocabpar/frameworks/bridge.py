@@ -105,7 +105,7 @@ BRIDGE = (
         "use 1f1b or interleaved",
     ),
 )
-"""What Bridge has and Megatron's arguments have not."""
+"""Rules about settings of Bridge that Megatron's arguments do not have."""
 
 
 def as_arguments(container: Any) -> SimpleNamespace:
@@ -144,10 +144,11 @@ def unread_in(container: Any) -> Iterator[str]:
 
 
 class Checks:
-    """What judges a process's settings, where Bridge is about to use them.
+    """Checks a process's settings just before Bridge uses them.
 
     Bridge's own training has a container, which is checked on every rank before any process group exists.
-    verl makes a provider alone, which is checked before it makes a model; its adapter comes just before.
+    verl makes only a provider, which is checked before it makes a model, together with the adapter that verl
+    created just before.
     """
 
     def __init__(self, config: FlagConfig) -> None:
@@ -156,7 +157,7 @@ class Checks:
         self._adapter: Any = None  # for the next model
 
     def updating(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Bridge's ``runtime_config_update``, which then refuses what we cannot run and warns of the rest."""
+        """Bridge's ``runtime_config_update``, followed by the check of the container."""
 
         @wraps(original)
         def update(cfg: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,7 +168,7 @@ class Checks:
         return update
 
     def adapting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Bridge's ``create_peft_hook``, whose adapter counts for the model that is made next."""
+        """Bridge's ``create_peft_hook``, which also keeps its adapter for the check of the next model."""
 
         @wraps(original)
         def create(peft: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +178,10 @@ class Checks:
         return create
 
     def providing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A provider's ``provide_distributed_model``, which first does the same unless that has been done."""
+        """A provider's ``provide_distributed_model``, preceded by a check of its settings.
+
+        A provider whose container has been checked is not checked again.
+        """
 
         @wraps(original)
         def provide(provider: Any, ddp_config: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -67,16 +67,17 @@ def install(config: FlagConfig) -> Patch:
     """Replace Megatron's names and those of frameworks, which may be imported before or after.
 
     Raises:
-        ValueError: for a framework whose models or losses we do not know. Before the first model is made for
-            those that are imported later, and for a release of one.
+        ValueError: for a framework whose models or losses are not supported. A framework that is imported
+            later, and a release that lacks the functions in our tables, are refused before the first model
+            is made.
     """
     _refuse_without_a_door()
-    found = recognise(live_signature, package="megatron.core")
-    if found.unread and config.strict:
-        raise ValueError(f"VOCAB_PARALLEL_FLAGS: --vocab-parallel-strict refuses {found.unread}")
-    if found.unread:
-        warnings.warn(f"VOCAB_PARALLEL_FLAGS: not run with {found.unread}", stacklevel=2)
-    patch = Patch(config, found)
+    megatron = recognise(live_signature, package="megatron.core")
+    if megatron.unread and config.strict:
+        raise ValueError(f"VOCAB_PARALLEL_FLAGS: --vocab-parallel-strict refuses {megatron.unread}")
+    if megatron.unread:
+        warnings.warn(f"VOCAB_PARALLEL_FLAGS: not run with {megatron.unread}", stacklevel=2)
+    patch = Patch(config, megatron)
     for binding in MEGATRON:
         if is_here(binding, patch.version):
             patch.replace(binding, _replacement(binding, original_of(binding), config))
@@ -86,7 +87,7 @@ def install(config: FlagConfig) -> Patch:
 
 
 def _of_frameworks(config: FlagConfig) -> Iterator[tuple[Binding, Callable[[Any], Any]]]:
-    """Their names, with what makes our replacement of the original."""
+    """The names of frameworks to replace, each with a function from the original to its replacement."""
     yield from LABELS.items()
     yield from ((binding, partial(answering, binding)) for binding in FUNCTIONS)
     yield from ((binding, partial(refusing, binding)) for binding in REFUSED)
@@ -102,12 +103,12 @@ def _refuse_without_a_door() -> None:
 
 
 def _refuse_unknown_releases() -> None:
-    """Those without a function of log-probabilities or of labels that we know."""
+    """Refuse an imported framework that has none of its rows in ``FUNCTIONS``, or none in ``LABELS``."""
     for framework in {_framework(binding) for binding in LABELS} & sys.modules.keys():
-        for known in (FUNCTIONS, LABELS):
-            names = [binding for binding in known if _framework(binding) == framework]
-            if not any(has_name(binding) for binding in names):
-                wanted = ", ".join(f"{binding.module}.{binding.name}" for binding in names)
+        for table in (FUNCTIONS, LABELS):
+            bindings = [binding for binding in table if _framework(binding) == framework]
+            if not any(has_name(binding) for binding in bindings):
+                wanted = ", ".join(f"{binding.module}.{binding.name}" for binding in bindings)
                 release = f"{framework} {getattr(sys.modules[framework], '__version__', '')}"
                 remedy = "use a release that docs/frameworks.md names"
                 raise ValueError(f"{release} has none of {wanted}: {remedy}")

@@ -1,4 +1,4 @@
-"""What the doors ask of a framework's settings. Standard library only. Next: ``bridge.py``."""
+"""Checks of a framework's settings, for all doors. Standard library only. Next: ``bridge.py``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def judge(settings: Any, config: FlagConfig, fields: Iterable[str], rules: Table
 
     Args:
         settings: values by the names of Megatron's arguments.
-        fields: what ``unread`` says.
-        rules: what the framework has and Megatron's arguments have not.
+        fields: changed fields whose effect has not been read, from ``unread``.
+        rules: rules about settings that the framework has and Megatron's arguments do not have.
 
     Raises:
         ValueError: naming everything that is refused, each with a remedy.
@@ -43,8 +43,8 @@ def unread(
     """Fields of ``config`` that a user changed and that have not been read, each with its value.
 
     Args:
-        read: fields that no argument of Megatron has, and that were read.
-        names: of arguments, by those of fields that differ.
+        read: names of fields without an argument of Megatron whose effect has been read.
+        names: from a field's name to its argument's, where the two differ.
     """
     for field in fields:
         name, value = names.get(field.name, field.name), getattr(config, field.name)

@@ -82,11 +82,11 @@ def _token_shape(call: ModelCall) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BegunStep:
-    """One microbatch of a framework, up to its question for log-probabilities.
+    """One microbatch of a framework, run until it asked for log-probabilities.
 
     Attributes:
-        call: of the model.
-        request: the question.
+        call: the call of the model.
+        request: the numbers that the framework asked for.
         finish: takes the answer; returns what the loss function returns.
     """
 
@@ -137,7 +137,7 @@ def begin_step(
 def as_megatron(step: BegunStep, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """What Megatron's own ``forward_step`` would return for this step.
 
-    Tokens whose labels are no ids have NaN as numbers: a framework doesn't read them.
+    Tokens whose labels are not ids get NaN, which a framework does not read.
     """
     call = step.call
     if call.labels is not None:
