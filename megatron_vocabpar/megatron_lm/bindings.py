@@ -387,12 +387,12 @@ def recognise(
         raise ValueError(
             f"this version of Megatron cannot be used: {'; '.join(lacking)}; use one of {', '.join(VERSIONS)}"
         )
-    known = {
+    matching = {
         key: versions_with(key, signature) for key, signature in signatures.items() if signature is not None
     }
-    if common := set(VERSIONS).intersection(*known.values()):
+    if common := set(VERSIONS).intersection(*matching.values()):
         return DetectedMegatron(max(common, key=VERSIONS.index))
-    changed = [_news(key, signatures[key] or ()) for key, rows in known.items() if not rows]
+    changed = [_news(key, signatures[key] or ()) for key, rows in matching.items() if not rows]
     what = "; ".join(changed) or "signatures of several versions beside each other"
     return DetectedMegatron(
         "unknown",
@@ -402,6 +402,6 @@ def recognise(
 
 def _news(key: tuple[str, str], signature: Parameters) -> str:
     """Names a changed function and its new parameters, or all of them if only their order is new."""
-    known = {parameter for parameters in SIGNATURES[key].values() for parameter in parameters}
-    new = [parameter for parameter in signature if parameter not in known]
+    read = {parameter for parameters in SIGNATURES[key].values() for parameter in parameters}
+    new = [parameter for parameter in signature if parameter not in read]
     return f"{'.'.join(key)} with {', '.join(new or signature)}"

@@ -220,8 +220,8 @@ def _open_methods(family: str, options: VocabOptions, named: dict[str, str]) -> 
         return ()
     if named:
         return tuple(set(named.values()))
-    known = [name for name in METHODS if name != REDIS] if family == AUTO else [DEFAULT, BASELINE]
-    return tuple(name for name in known if not conflicts(options, method_named(name)))
+    names = [name for name in METHODS if name != REDIS] if family == AUTO else [DEFAULT, BASELINE]
+    return tuple(name for name in names if not conflicts(options, method_named(name)))
 
 
 def _check_enabled(args: Any, options: VocabOptions, flags: list[str]) -> None:

@@ -38,11 +38,11 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The other finders' answer, for modules with callbacks."""
+        """Ask the other finders for a module with callbacks; None for every other module."""
         if fullname not in self._callbacks:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
         if spec is not None and spec.loader is not None:
             self._call_after(spec.loader, fullname)
         return spec

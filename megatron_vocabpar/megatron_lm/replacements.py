@@ -150,8 +150,8 @@ def leave_to_w(args: Any, config: FlagConfig) -> None:
 
 def _announcement(args: Any, config: FlagConfig) -> str:
     text = f"> vocabulary parallelism: method {config.method}, family {config.family}"
-    known = families().get(config.family)
-    several_chunks = known is None or known.chunks > 1
+    family = families().get(config.family)
+    several_chunks = family is None or family.chunks > 1
     if config.partitions_vocabulary and several_chunks and starting_checkpoint(args) is None:
         text += (
             "\n> initial weights: with several model chunks per rank they are not those that the same seed "

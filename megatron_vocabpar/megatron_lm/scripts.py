@@ -53,7 +53,7 @@ def _taken(names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(module, str) and module.startswith(OTHER_MODELS):
             yield name, module
         if isinstance(value, partial):
-            left += [(name, each) for each in (value.func, *value.args, *value.keywords.values())]
+            left += [(name, part) for part in (value.func, *value.args, *value.keywords.values())]
         elif isinstance(value, (FunctionType, type)) and id(value) not in seen and _is_own(value):
             seen.add(id(value))
             for function in _functions(value):
@@ -66,7 +66,7 @@ def _taken(names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _functions(value: FunctionType | type) -> list[FunctionType]:
     """A function by itself, or the methods of a class."""
-    return [each for each in (value, *vars(value).values()) if isinstance(each, FunctionType)]
+    return [member for member in (value, *vars(value).values()) if isinstance(member, FunctionType)]
 
 
 def _words(code: CodeType) -> Iterator[str]:

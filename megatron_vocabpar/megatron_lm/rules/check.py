@@ -107,23 +107,23 @@ def not_run(arguments: Mapping[str, Declared], args: Any) -> Iterator[str]:
 
 
 _OURS: tuple[Table, ...] = (GRAPHS, FLAGS, CHUNKS, PLACED, SPLIT_W, WHOLE, PAIRS)
-"""Of launch lines with a schedule of ours."""
+"""Rules about launch lines with one of our schedules."""
 
 TABLES: tuple[Table, ...] = (*_OURS, HEADS, CHECKPOINTS, REDISTRIBUTION)
-"""All but those on our own options."""
+"""All rules but those about our own options."""
 
 
 def facts_of(args: Any, config: FlagConfig) -> Facts:
-    """What rules look at.
+    """The facts about a launch line that rules read.
 
     Args:
         args: Megatron's arguments, parsed and not yet validated.
         config: the values of our flags.
     """
     chunks = model_chunks(args)
-    n, known = chunks.numerator, Facts(settings=args)
+    n, megatron = chunks.numerator, Facts(settings=args)
     return replace(
-        known,
+        megatron,
         options=config.options,
         method=method_named(config.method),
         spell=spell,
@@ -137,9 +137,10 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
         final_stage_layers=config.final_stage_layers,
         profile_iterations=config.profile_iterations,
         # 0.16 and 0.17 have the setting's name of 0.16 alone; those from 0.19 on what came with that.
-        graphs_are_wrong=known.since_0_19
+        graphs_are_wrong=megatron.since_0_19
         or (
-            isinstance(getattr(args, "cuda_graph_scope", None), list) and not known.has("cuda_graph_modules")
+            isinstance(getattr(args, "cuda_graph_scope", None), list)
+            and not megatron.has("cuda_graph_modules")
         ),
     )
 
@@ -163,8 +164,8 @@ def check(
 
     Args:
         unread: sentences on what else has not been read or run.
-        title: of the door.
-        more: rules of its own.
+        title: the name of the flag or variable that the error and the warning begin with.
+        more: further rules, of a framework.
 
     Returns:
         A warning that lists what has not been run; empty if there is nothing to list.
