@@ -31,7 +31,7 @@ Next: ``../../runtime/executor.py``, which runs these passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -224,7 +224,7 @@ def passes_of(
     for extra in extras:
         extra.check_storage(storage)
     asked = row_columns(extras)
-    stats = torch.empty((x.shape[0], STATS_WIDTH + len(asked)), dtype=dtype, device=x.device)
+    stats = x.new_empty((x.shape[0], STATS_WIDTH + len(asked)), dtype=dtype)
     slopes, true_rows = [], tokens.true_rows(weight)
     for rows in tokens.chunks:
         out = None if e is None else part_of(e, rows)
@@ -291,8 +291,6 @@ def _factors(gradient: TokenGradient | RowGradient) -> RowGradient:
 
 def _asked(extras: Sequence[Extra], slopes: Slopes) -> Sequence[tuple[Extra, Tensor]]:
     """The extras that have a slope."""
-    if not slopes.extras:
-        return ()
     return [(extra, slopes.extras[extra.name]) for extra in extras if extra.name in slopes.extras]
 
 
@@ -302,7 +300,7 @@ def _scaled_exponentials(
     gradient: TokenGradient | RowGradient,
     curves: Curves,
     item_bytes: int,
-) -> tuple[Gradient, Iterable[tuple[slice, Tensor]]]:
+) -> tuple[Gradient, Iterator[tuple[slice, Tensor]]]:
     """dY without the targets: chunks [c, P] of tokens, and the gradient that they lack.
 
     Rows of dX are scaled after the product, ``dX = row (E W)``, rows of x before it, ``dW = E^T (row x)``:
@@ -354,14 +352,11 @@ def _mixed(
     return TargetGradient(target) if scale is None else RowGradient(scale, target), chunks()
 
 
-def _exponentials(state: OutputState) -> Iterable[tuple[slice, Tensor]]:
+def _exponentials(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
     """The stored exponentials in one piece, or recomputed ones by chunks of tokens."""
     if state.e is not None:
-        return [(slice(0, state.e.shape[0]), state.e)]
-    return _recomputed(state)
-
-
-def _recomputed(state: OutputState) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, state.e.shape[0]), state.e
+        return
     tokens = state.tokens
     for rows in tokens.chunks:
         logits = tokens.logits(state.weight, rows)
