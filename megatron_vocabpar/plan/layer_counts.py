@@ -5,7 +5,9 @@ Which of its chunks has fewer, and which ranks get the layers that are left over
 fits together; no formula says that, so several layouts are played (``plays.py``).
 
 An example: a V of 2 ranks with 8 layers, and an output layer of 2 layers' work behind the last stage, on rank
-0. Rank 0 gets 3 layers and rank 1 gets 5: ``2 3 2 1`` or ``2 2 3 1`` by stage, and by turns ``1 3 2 2``.
+0. Rank 0 gets 3 layers and rank 1 gets 5: ``2 3 2 1`` or ``2 2 3 1`` by stage, and by turns ``1 3 2 2``. If
+every rank has an odd number of layers, every other stage can be the longer one, as in ``2 3 2 3``: then
+neither half of the way through the stages takes longer than the other.
 
 ``layer_counts`` is for our schedules. Megatron's own, 1F1B and interleaved, have layouts (``layouts_of``): by
 Megatron's flags that count layers evenly, or by hand, as in ``Et|ttt|ttt|tL`` or with bars in a pattern. By
@@ -34,6 +36,8 @@ from megatron_vocabpar.schedule.words.placement import Placement
 
 _ROUNDING = 1e-6  # ms
 _BY_HAND = ", by hand"
+_LONGER_FIRST = (True, True), (False, False), (True, False), (False, True)
+"""Whether the first of a rank's chunks is the longer one, of ranks 0, 2, ... and of ranks 1, 3, ..."""
 
 
 class _Work(NamedTuple):
@@ -147,14 +151,16 @@ def _balanced_counts(work: _Work, placement: Placement, layers: int) -> Iterator
     fewest = [placement.chunks] * placement.p
     fewest[placement.last_rank] -= 1
     for of_ranks in dict.fromkeys(_counts_of_ranks(work.layer, besides, fewest, placement, layers)):
-        for balanced, longer_first in product((True, False), (True, False)):
+        for balanced, longer_first in product((True, False), _LONGER_FIRST):
             rows = [0] * placement.num_stages
             for rank, count in enumerate(of_ranks):
                 stages = placement.stages_of(rank)
                 lengths = [work.besides[stage] if balanced else 0.0 for stage in stages]
                 smallest = [int(stage < placement.last_stage) for stage in stages]
                 for stage, number in zip(
-                    stages, _counts_of_chunks(count, lengths, smallest, work.layer, longer_first), strict=True
+                    stages,
+                    _counts_of_chunks(count, lengths, smallest, work.layer, longer_first[rank % 2]),
+                    strict=True,
                 ):
                     rows[stage] = number
             yield tuple(rows)

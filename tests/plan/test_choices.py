@@ -248,6 +248,18 @@ def test_the_rank_of_a_whole_output_layer_and_its_heads_gets_fewer_layers() -> N
         assert max(ranks) < (19 * layer + whole) / 4 + layer
 
 
+@pytest.mark.parametrize(("method", "family"), [("vocab-2", "v-half"), ("vocab-1", "v-min")])
+def test_stages_that_are_longer_by_turns_are_the_fastest_where_ranks_have_odd_numbers(
+    method: str, family: str
+) -> None:
+    """8 ranks with 3 layers each, played in full: more than 2 % before a V whose first half is longer."""
+    model = replace(model_preset("llama-3.1-70b"), layers=24)
+    asked = Request(model, Job(p=8, t=4, d=1, m=32), hardware_named("h100"), 1000.0)
+    ms = {choice.layers: play_in_full(choice).iteration_ms for choice in choices_of(asked, method, family)}
+    assert min(ms, key=ms.__getitem__) == (1, 2) * 8
+    assert ms[(1, 2) * 8] < 0.98 * min(ms[(2,) * 8 + (1,) * 8], ms[(1,) * 8 + (2,) * 8])
+
+
 def test_several_workers_give_the_same() -> None:
     asked = request("gemma-2-9b", 40, 170.0, m=8)
     alone = best_layouts(asked, ("vocab-1", "vocab-2"), SOME)
