@@ -47,48 +47,56 @@ NOTHING = "nothing fits"
 _TABLE = Path(__file__).with_name("plan_table.md")
 
 
+HEADING = "| model | GPUs | recommended | s | MFU % | GiB | what binds it | ours / stock | verdict | error |"
+
+
 def rows(cases: Iterable[Case]) -> Iterator[str]:
     """The table, a row for each case."""
-    yield "| model | GPUs | recommended | s | MFU % | GiB | what binds it | ours / stock | decided | error |"
+    yield HEADING
     yield "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | --- | ---: |"
     for case in cases:
         name, gpus, gpu = case
         started = time.process_time()
-        yield f"| {name} | {gpus} {gpu} | {row(case)} | {error(case)} |"
+        yield f"| {name} | {gpus} {gpu} | {row(case)} |"
         print(f"{name} on {gpus}: {time.process_time() - started:.1f} s", file=sys.stderr, flush=True)
 
 
 def row(case: Case) -> str:
-    """The cells of a search's recommendation."""
+    """The cells of a search's recommendation, its verdict and the planner's error for its model."""
     name, gpus, hardware = case
     model, gpu = model_preset(name), hardware_named(hardware)
     question = Question(model, gpu, gpus, usual_batch(model, gpus), gpu.memory_gib)
     found = best_configurations(question)
     if not found:
-        return f"{NOTHING} | – | – | – | – | – | –"
+        return f"{NOTHING} | – | – | – | – | – | – | –"
     best, judged = found[0], verdict(found)
-    gains = " / ".join(f"{gain:.2f}" for gain in judged.gains) if judged else "–"
-    decided = "no" if judged and judged.reason else "yes"
-    numbers = f"{100 * best.mfu:.1f} | {best.peak_gib:.0f}"
+    gain = f"{judged.gain:.2f} ± {judged.error:.2f}" if judged else "–"
     return (
         f"{best.name}: {sizes_of(best.request.job)} | {best.iteration_ms / 1e3:,.2f} | "
-        f"{numbers} | {binds(best)} | {gains} | {decided}"
+        f"{100 * best.mfu:.1f} | {best.peak_gib:.0f} | {binds(best)} | {gain} | "
+        f"{judged.word if judged else '–'} | {error(case, judged.gain if judged else 1.0)}"
     )
 
 
-def error(case: Case) -> str:
-    """The planner's mean error beside the published runs of this model on this GPU."""
+def error(case: Case, gain: float) -> str:
+    """The planner's mean error beside the published runs of this model on this GPU.
+
+    If it is larger than the gain, this says so.
+    """
     name, _, gpu = case
     runs = [run for run in published_runs() if (run.model, run.hardware) == (name, gpu)]
     sizes = [abs(error) for _, error in errors(runs)]
-    return f"{100 * mean(sizes):.0f} % of {len(sizes)}" if sizes else "–"
+    if not sizes:
+        return "–"
+    beyond = ", more than the gain" if mean(sizes) > abs(gain - 1.0) else ""
+    return f"{100 * mean(sizes):.0f} % of {len(sizes)}{beyond}"
 
 
 def in_short() -> Iterator[str]:
     """The tables of ``docs/when.md``: what is decided, a row for each model, and the further cases."""
     lines = [line for line in _TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
-    yield from _decided(cells)
+    yield from _verdicts(cells)
     yield ""
     yield "| model, GPU | on 8 | on 64 | on 512 | error |"
     yield "| --- | --- | --- | --- | --- |"
@@ -96,7 +104,7 @@ def in_short() -> Iterator[str]:
         of_model = cells[first : first + len(GPUS)]
         name, gpu = of_model[0][0], of_model[0][1].split()[1]
         found = " | ".join(map(_in_short, of_model))
-        yield f"| {name}, {gpu} | {found} | {of_model[0][9]} |"
+        yield f"| {name}, {gpu} | {found} | {of_model[0][9].partition(',')[0]} |"
     yield ""
     yield "| model | GPUs | ours / Megatron's best | error |"
     yield "| --- | --- | --- | --- |"
@@ -104,26 +112,26 @@ def in_short() -> Iterator[str]:
         yield f"| {each[0]} | {each[1]} | {_in_short(each)} | {each[9]} |"
 
 
-def _decided(cells: list[list[str]]) -> Iterator[str]:
-    """How many cases are decided for whom, and a table of them, with the planner's error in each row."""
+def _verdicts(cells: list[list[str]]) -> Iterator[str]:
+    """How many cases have which verdict, and a table of those with one, each with the planner's error."""
     fit = [each for each in cells if each[2] != NOTHING]
-    decided = [each for each in fit if each[8] == "yes"]
-    count = Counter(_vocabulary(each[2]) for each in decided)
+    decided = [each for each in fit if each[8] in ("ours", "stock's")]
+    ours = Counter(_vocabulary(each[2]) for each in decided if each[8] == "ours")
     yield (
-        f"**Of {len(fit)} cases in which something fits {len(decided)} are decided**: "
-        f"{count['partitioned']} for a partitioned vocabulary, {count['whole']} for our schedules around "
-        f"whole vocabulary layers (`baseline`), {count['stock']} for Megatron's own. The other "
-        f"{len(fit) - len(decided)} are undecided."
+        f"**Of {len(fit)} cases in which something fits ours is faster in {sum(ours.values())}**: "
+        f"{ours['partitioned']} with a partitioned vocabulary, {ours['whole']} with our schedules around "
+        f"whole vocabulary layers (`baseline`). Megatron's own is faster in "
+        f"{len(decided) - sum(ours.values())}, and {len(fit) - len(decided)} are within the error."
     )
     yield ""
-    yield "| model | GPUs | decided for | vocabulary layers | ours / Megatron's best | error |"
+    yield "| model | GPUs | faster | vocabulary layers | ours / Megatron's best | error |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for each in decided:
-        name, gpus, recommended, gains, error_of_runs = (each[k] for k in (0, 1, 2, 7, 9))
+        name, gpus, recommended, gain, error_of_runs = (each[k] for k in (0, 1, 2, 7, 9))
         choice, _, sizes = recommended.partition(": ")
         pipeline = sizes.split(",")[0]
         vocabulary = _vocabulary(recommended)
-        yield f"| {name} | {gpus} | {choice}, {pipeline} | {vocabulary} | {gains} | {error_of_runs} |"
+        yield f"| {name} | {gpus} | {choice}, {pipeline} | {vocabulary} | {gain} | {error_of_runs} |"
 
 
 def _vocabulary(recommended: str) -> str:
@@ -134,7 +142,9 @@ def _vocabulary(recommended: str) -> str:
 
 
 def _in_short(cells: list[str]) -> str:
-    recommended, gains, decided = (cells[k] for k in (2, 7, 8))
+    recommended, gain, word = (cells[k] for k in (2, 7, 8))
     if recommended == NOTHING:
         return NOTHING
-    return f"**{gains}, {recommended.partition(': ')[0]}**" if decided == "yes" else f"undecided: {gains}"
+    return (
+        f"{word}: {gain}" if word == "within the error" else f"**{gain}, {recommended.partition(': ')[0]}**"
+    )

@@ -189,33 +189,40 @@ def mean_errors(compared: Sequence[tuple[Run, float]]) -> Iterator[str]:
         yield f"Mean error of the runs {words}: {', '.join(kinds)}."
 
 
-PRIMUS = {"interleaved": 1.09, "zb-h1": 1.13, "v-zb": 1.13, "v-half": 1.08, "v-min": 0.88}
-"""Tokens a second over 1F1B's, MI300X: AMD-AGI/Primus, docs/tech_blogs/primus_pipeline, llama2-7B-perf."""
+PRIMUS = {
+    "llama-2-7b on MI300X": {"interleaved": 1.09, "zb-h1": 1.13, "v-zb": 1.13, "v-half": 1.08, "v-min": 0.88},
+    "qwen3-235b-a22b on MI355X": {"zb-h1": 1.080, "v-zb": 1.077, "v-half": 1.062, "v-min": 0.802},
+}
+"""Tokens a second over 1F1B's: AMD-AGI/Primus, docs/tech_blogs/primus_pipeline, imgs/llama2-7B-perf.png and
+imgs/qwen-235B-perf.png."""
 
 
-def schedules() -> Iterator[tuple[str, float, float]]:
-    """Families with their published and planned speed over 1F1B's, for Llama-2 7B over 8 MI300X of a node.
+def schedules() -> Iterator[tuple[str, str, float, float]]:
+    """Runs of Primus and families, with their published and planned speed over 1F1B's.
 
-    The article does not say how many layers and microbatches: its TFLOP/s over its tokens/s are 16 layers'
-    operations, and its simulator's example has 32 microbatches.
+    Llama-2 7B runs over 8 MI300X of a node, Qwen3-235B over 32 MI355X with p 4 and e 8, which is planned as
+    on MI300X. The article does not say how many layers and microbatches: TFLOP/s over tokens/s of the first
+    are 16 layers' operations, and the article's simulator has 32 microbatches in its example.
     """
-    model = Model(
+    llama = Model(
         "llama-2-7b", "Primus", vocab=32000, hidden=4096, layers=16, seq_length=4096, heads=32, groups=32,
         head_dim=128, ffn=11008,
     )  # fmt: skip
-    request = Request(model, Job(p=8, m=32), hardware_named("MI300X"), limit_gib=192.0)
-    times = {
-        family: play_in_full(choice_of(request, "baseline", family)).iteration_ms
-        for family in ("1f1b", *PRIMUS)
-    }
-    for family, published in PRIMUS.items():
-        yield family, published, times["1f1b"] / times[family]
+    jobs = (llama, Job(p=8, m=32)), (model_preset("qwen3-235b-a22b"), Job(p=4, d=8, e=8, m=32))
+    for (name, speeds), (model, job) in zip(PRIMUS.items(), jobs, strict=True):
+        request = Request(model, job, hardware_named("MI300X"), limit_gib=inf)
+        times = {
+            family: play_in_full(choice_of(request, "baseline", family)).iteration_ms
+            for family in ("1f1b", *speeds)
+        }
+        for family, published in speeds.items():
+            yield name, family, published, times["1f1b"] / times[family]
 
 
 def schedules_table() -> Iterator[str]:
     """The table of ``schedules``."""
-    yield "| schedule on MI300X | published | planned | error |"
-    yield "| --- | ---: | ---: | ---: |"
-    for family, published, planned in schedules():
+    yield "| run | schedule | published | planned | error |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for name, family, published, planned in schedules():
         percent = round(100 * (planned / published - 1))  # a whole number has no -0
-        yield f"| `{family}` | {published:.2f} | {planned:.2f} | {percent:+d} % |"
+        yield f"| {name} | `{family}` | {published:.2f} | {planned:.2f} | {percent:+d} % |"

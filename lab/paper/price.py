@@ -3,7 +3,7 @@
 The model is ``plan/price.py``'s. For each published run the schedule is simulated with its own passes; the
 shares of its middle ranks follow (of redis ranks 1 and 2, as it moves layers to the others). Then their
 F + B is ``alone x factor``, with one time alone for each sequence length, and one slope and one number of
-channels (or one price of a transfer) for all runs. ``fitted`` finds them by least squares of relative errors.
+channels for all runs. ``fitted`` finds them by least squares of relative errors.
 
 A prediction knows nothing of a run's own F + B: its layers take ``alone`` at first, are simulated, priced,
 simulated again and priced again. The second time changes F + B by 0.06 % on average and 0.5 % at most.
@@ -23,13 +23,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from lab.paper.measured import MeasuredRow, play
-from megatron_vocabpar.plan.price import Price, Use, readings
+from megatron_vocabpar.plan.price import Price, Use
 from megatron_vocabpar.schedule.play.events import Events
-from megatron_vocabpar.schedule.play.residence import (
-    busy_share,
-    resident_beside_layers,
-    transferring_beside_layers,
-)
+from megatron_vocabpar.schedule.play.residence import busy_share, resident_beside_layers
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 if TYPE_CHECKING:
@@ -43,9 +39,8 @@ _STEPS = 20  # of Gauss and Newton; five suffice
 
 @dataclass(frozen=True)
 class Fit:
-    """One reading, fitted: its price, and the ms of F + B alone by sequence length."""
+    """A fitted price, and the ms of F + B alone by sequence length."""
 
-    reading: str
     price: Price
     alone_ms: dict[int, float]
 
@@ -82,29 +77,27 @@ def layers_ms(row: MeasuredRow) -> float:
 
 def use_of(row: MeasuredRow, events: Events) -> Use:
     """The shares of a row's middle ranks."""
-    shares = (busy_share(events), resident_beside_layers(events), transferring_beside_layers(events))
+    shares = busy_share(events), resident_beside_layers(events)
     return Use(*(fmean(share[rank] for rank in middle(row)) for share in shares))
 
 
-def fitted(reading: str, rows: Sequence[MeasuredRow], uses: Sequence[Use]) -> Fit:
-    """The fit of a reading to rows and the shares of their simulations."""
+def fitted(rows: Sequence[MeasuredRow], uses: Sequence[Use]) -> Fit:
+    """The fit to rows and the shares of their simulations."""
     import numpy as np  # no other table needs it
 
     lengths = sorted({row.seq_length for row in rows})
     measured = np.array([layers_ms(row) for row in rows])
-    waiting = reading == "waiting"
 
     def fit(values: npt.NDArray[np.float64]) -> Fit:
-        slope, each = map(float, values[:2])
-        price = Price(slope, channels=each) if waiting else Price(slope, transfers=each)
-        return Fit(reading, price, dict(zip(lengths, map(float, values[2:]), strict=True)))
+        slope, channels, *alone = map(float, values)
+        return Fit(Price(slope, channels), dict(zip(lengths, alone, strict=True)))
 
     def errors(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         one = fit(values)
         return np.array([one.ms(row, use) for row, use in zip(rows, uses, strict=True)]) / measured - 1.0
 
     start = [fmean(layers_ms(row) for row in rows if row.seq_length == length) for length in lengths]
-    values = np.array([0.05, 5.0 if waiting else 1.5, *start])
+    values = np.array([0.05, 5.0, *start])
     for _ in range(_STEPS):
         now, step = errors(values), 1e-6 * values
         moved = [(errors(values + by) - now) for by in np.diag(step)]
@@ -113,10 +106,9 @@ def fitted(reading: str, rows: Sequence[MeasuredRow], uses: Sequence[Use]) -> Fi
     return fit(values)
 
 
-def fits(rows: Sequence[MeasuredRow]) -> list[Fit]:
-    """Both readings, fitted to rows."""
-    uses = [use_of(row, play(row).events) for row in rows]
-    return [fitted(reading, rows, uses) for reading in readings()]
+def fit_of(rows: Sequence[MeasuredRow]) -> Fit:
+    """The price, fitted to rows."""
+    return fitted(rows, [use_of(row, play(row).events) for row in rows])
 
 
 def priced(row: MeasuredRow, fit: Fit) -> Priced:
@@ -146,14 +138,13 @@ def _scaled(row: MeasuredRow, factor: float) -> MeasuredRow:
 
 
 def held_back(rows: Sequence[MeasuredRow]) -> Iterator[tuple[int, Fit, list[float]]]:
-    """For each vocabulary and reading, the fit without it, and the errors of its runs by that fit."""
+    """For each vocabulary, the fit without it, and the errors of its runs by that fit."""
     uses = [use_of(row, play(row).events) for row in rows]
     for vocab in sorted({row.vocab for row in rows}):
         kept = [one for one in zip(rows, uses, strict=True) if one[0].vocab != vocab]
         left = [one for one in zip(rows, uses, strict=True) if one[0].vocab == vocab]
-        for reading in readings():
-            fit = fitted(reading, *zip(*kept, strict=True))
-            yield vocab, fit, [fit.ms(row, use) / layers_ms(row) - 1.0 for row, use in left]
+        fit = fitted(*zip(*kept, strict=True))
+        yield vocab, fit, [fit.ms(row, use) / layers_ms(row) - 1.0 for row, use in left]
 
 
 def between(rows: Sequence[MeasuredRow], vocab: int) -> list[MeasuredRow]:

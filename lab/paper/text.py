@@ -38,51 +38,44 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
     return "\n".join([*lines, _errors("predicted time", [one.error for one in predictions])])
 
 
-def prices_json(fits: Sequence[Fit], predictions: Sequence[Sequence[Priced]]) -> list[dict[str, object]]:
-    """An object for each reading: its fit, and F + B of each run."""
-    return [
-        {
-            **asdict(fit),
-            "runs": [
-                {
-                    "method": one.row.method,
-                    "vocab": one.row.vocab,
-                    "seq_length": one.row.seq_length,
-                    **asdict(one.use),
-                    "predicted_ms": one.predicted_ms,
-                    "measured_ms": layers_ms(one.row) if one.row.iteration_ms else None,
-                }
-                for one in runs
-            ],
-        }
-        for fit, runs in zip(fits, predictions, strict=True)
+def price_json(fit: Fit, runs: Sequence[Priced]) -> dict[str, object]:
+    """The fit, and F + B of each run."""
+    return {
+        **asdict(fit),
+        "runs": [
+            {
+                "method": one.row.method,
+                "vocab": one.row.vocab,
+                "seq_length": one.row.seq_length,
+                **asdict(one.use),
+                "predicted_ms": one.predicted_ms,
+                "measured_ms": layers_ms(one.row) if one.row.iteration_ms else None,
+            }
+            for one in runs
+        ],
+    }
+
+
+def price_text(fit: Fit, runs: Sequence[Priced]) -> str:
+    """The price, and a line for each run: F + B of the middle ranks in ms."""
+    alone = ", ".join(f"{ms:.2f} ms at s {length}" for length, ms in fit.alone_ms.items())
+    lines = [
+        f"slope {fit.price.slope:.4f}, channels {fit.price.channels:.2f}; alone {alone}",
+        f"{'method':<12}{'V':>9}{'s':>7}{'busy':>7}{'resident':>10}{'F+B ms':>9}{'measured':>10}"
+        f"{'error %':>9}",
     ]
-
-
-def prices_text(fits: Sequence[Fit], predictions: Sequence[Sequence[Priced]]) -> str:
-    """For each reading its price and a line for each run: F + B of the middle ranks in ms."""
-    lines = []
-    for fit, runs in zip(fits, predictions, strict=True):
-        alone = ", ".join(f"{ms:.2f} ms at s {length}" for length, ms in fit.alone_ms.items())
-        lines += [
-            f"{fit.reading}: slope {fit.price.slope:.4f}, channels {fit.price.channels:.2f}, transfers "
-            f"{fit.price.transfers:.2f}; alone {alone}",
-            f"{'method':<12}{'V':>9}{'s':>7}{'busy':>7}{'resident':>10}{'transfer':>10}{'F+B ms':>9}"
-            f"{'measured':>10}{'error %':>9}",
-        ]
-        for one in runs:
-            row, use, known = one.row, one.use, bool(one.row.iteration_ms)
-            lines.append(
-                f"{row.method:<12}{row.vocab:>9}{row.seq_length:>7}{use.busy:>7.3f}{use.resident:>10.3f}"
-                f"{use.transferring:>10.3f}{one.predicted_ms:>9.2f}"
-                + (f"{layers_ms(row):>10.2f}{100 * one.error:>+9.2f}" if known else f"{'–':>10}{'–':>9}")
-            )
-        compared = [one for one in runs if one.row.iteration_ms]
-        lines.append(_errors("F + B", [one.error for one in compared]))
-        if gains := gain_errors(compared):
-            lines.append(_errors("gain over a whole vocabulary", gains))
-        lines.append("")
-    return "\n".join(lines[:-1])
+    for one in runs:
+        row, use, known = one.row, one.use, bool(one.row.iteration_ms)
+        lines.append(
+            f"{row.method:<12}{row.vocab:>9}{row.seq_length:>7}{use.busy:>7.3f}{use.resident:>10.3f}"
+            f"{one.predicted_ms:>9.2f}"
+            + (f"{layers_ms(row):>10.2f}{100 * one.error:>+9.2f}" if known else f"{'–':>10}{'–':>9}")
+        )
+    compared = [one for one in runs if one.row.iteration_ms]
+    lines.append(_errors("F + B", [one.error for one in compared]))
+    if gains := gain_errors(compared):
+        lines.append(_errors("gain over a whole vocabulary", gains))
+    return "\n".join(lines)
 
 
 def scaling_text(entries: Sequence[Scaling]) -> str:

@@ -44,7 +44,14 @@ def _launches() -> Iterator[str]:
     return table()
 
 
+def _pairs() -> Iterator[str]:
+    from lab.pairs import table
+
+    return table()
+
+
 PAGES = {
+    "pairs": _pairs,
     "published": _published,
     "plans": _plans,
     "when": _when,
@@ -59,7 +66,8 @@ PAGES = {
 def page_command(name: str) -> None:
     """Print it as Markdown.
 
-    published: the planner beside published trainings (docs/plan.md); plans: what it recommends
+    published: the planner beside published trainings (docs/plan.md); pairs: beside ratios of their speed;
+    plans: what it recommends
     (lab/plan_table.md, minutes); when: the same in short, from that file (docs/when.md); measured: the
     record of an H200 (docs/kernels.md); recipes: docs/frameworks.md; launches: what is beside layers
     (docs/schedules.md, minutes).

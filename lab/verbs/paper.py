@@ -18,7 +18,7 @@ from lab.paper.figures import (
     schedules_text,
 )
 from lab.paper.measured import predict, read_measured
-from lab.paper.price import between, fits, priced
+from lab.paper.price import between, fit_of, priced
 from lab.paper.published import cells, published_passes
 from lab.paper.simulated import compare, table3
 from lab.paper.text import (
@@ -26,8 +26,8 @@ from lab.paper.text import (
     compared_text,
     predictions_json,
     predictions_text,
-    prices_json,
-    prices_text,
+    price_json,
+    price_text,
     scaling_text,
 )
 from megatron_vocabpar.cli.files import FORMAT, write_output
@@ -77,15 +77,15 @@ def paper_command(
 
 def _price(measured_file: str | None, output_format: str) -> None:
     published = published_passes()
-    found, rows = fits(published), [*published, *between(published, _HELD_BACK)]
+    fit, rows = fit_of(published), [*published, *between(published, _HELD_BACK)]
     if measured_file is not None:
         rows = read_measured(measured_file)
         for row in rows:
-            if row.seq_length not in found[0].alone_ms:
-                known = ", ".join(map(str, found[0].alone_ms))
+            if row.seq_length not in fit.alone_ms:
+                known = ", ".join(map(str, fit.alone_ms))
                 raise ValueError(f"sequence length {row.seq_length}: published runs have {known}")
-    predictions = [[priced(row, fit) for row in rows] for fit in found]
-    _print(prices_json(found, predictions), prices_text(found, predictions), output_format)
+    runs = [priced(row, fit) for row in rows]
+    _print(price_json(fit, runs), price_text(fit, runs), output_format)
 
 
 def _figure(figure: Figure, losses_file: str | None, output: str | None, output_format: str) -> None:

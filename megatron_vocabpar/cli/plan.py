@@ -19,7 +19,7 @@ from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given, read_words
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.price import Price, read_measured, readings
+from megatron_vocabpar.plan.price import Price, read_measured, usual_price
 from megatron_vocabpar.plan.read_arguments import (
     job_from_arguments,
     model_from_arguments,
@@ -65,9 +65,9 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
         found = plan_gpus(model, given, gpu, limit, options, notes, output_format)
         ctx.exit(0 if found else NOTHING_FITS)
     job = job_from_arguments(given, options)
-    costs, prices = _measured(options["costs_file"])
+    costs, price = _measured(options["costs_file"])
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
-    request = Request(model, job, gpu, limit, costs, prices)
+    request = Request(model, job, gpu, limit, costs, price)
     answer = answer_for_job(request, notes, workers=min(WORKERS, os.cpu_count() or 1))
     if output_format == "json":
         click.echo(answer_json(answer))
@@ -77,12 +77,10 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
         ctx.exit(NOTHING_FITS)
 
 
-def _measured(file: str | None) -> tuple[PassCosts | None, Mapping[str, Price]]:
+def _measured(file: str | None) -> tuple[PassCosts | None, Price]:
     """The passes' times in a cost file, and its price; a file may have the price alone."""
-    if file is None:
-        return None, readings()
-    price, costs = read_measured(file)
-    return costs, {"measured": price} if price else readings()
+    price, costs = read_measured(file) if file else (None, None)
+    return costs, price or usual_price()
 
 
 def given_of(options: Mapping[str, Any], words: tuple[str, ...]) -> Given:

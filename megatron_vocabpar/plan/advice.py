@@ -1,9 +1,10 @@
-"""Sentences on choices: why the best is the best, what binds it, whether it is decided, and what would fit.
+"""Sentences on choices: why the best is the best, what binds it, whose schedule is faster, what would fit.
 
-Whether our schedules are faster than Megatron's own may be undecided: what collectives take from layers has
-two readings (``price.py``), and a gain that is smaller than the planner's own error says nothing. So ours or
-Megatron's is *decided* where both readings agree and both gains are larger than the error. For example, 1.05
-and 1.04 times as fast is decided, with an error of 0.024; 1.05 and 1.01 is not, nor are 1.03 and 0.97.
+The verdict on our best and Megatron's best is *ours*, *stock's* or *within the error*. Its error is that of
+ratios beside published pairs of runs of the same class of model: pairs of schedules if both have the same
+sizes, else pairs of parallel configurations. What the gain would be at either end of the price (``price.py``)
+adds to it. For example, a gain of 5 % is ours if schedules are met within 2 % and the ends of the price
+make it 4 and 7 %.
 
 Next: ``answer.py``.
 """
@@ -19,7 +20,7 @@ from megatron_vocabpar.plan.configurations import BEST, Question
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.price import CHANNEL_GB_S, gain_error
+from megatron_vocabpar.plan.price import CHANNEL_GB_S, pair_error
 from megatron_vocabpar.plan.times import layer_ms
 from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2
 
@@ -31,38 +32,55 @@ _LEAN = tuple((VOCAB_2, family) for family in ("1f1b", "v-half", "v-min"))  # tr
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many times as fast our best is as Megatron's best, by the first and by the last reading."""
+    """How many times as fast our best is as Megatron's best.
 
-    gains: tuple[float, float]
+    Attributes:
+        gain: planned.
+        pairs: the mean error of such ratios beside published pairs, relative.
+        spread: how much the gain differs at the ends of the price, at most.
+        alike: both have the same sizes, so that only the schedule differs.
+    """
+
+    gain: float
+    pairs: float
+    spread: float
+    alike: bool
 
     @property
-    def reason(self) -> str:
-        """Why nothing is decided; empty if it is."""
-        if min(self.gains) < 1.0 < max(self.gains):
-            return "the two readings of what collectives take from layers disagree"
-        if min(abs(gain - 1.0) for gain in self.gains) < gain_error():
-            return f"the planner's own error is {100 * gain_error():.1f} %"
-        return ""
+    def error(self) -> float:
+        """Of the gain."""
+        return self.pairs + self.spread
+
+    @property
+    def word(self) -> str:
+        """``ours``, ``stock's`` or ``within the error``."""
+        if abs(self.gain - 1.0) <= self.error:
+            return "within the error"
+        return "ours" if self.gain > 1.0 else "stock's"
 
     def __str__(self) -> str:
-        waiting, transfers = (f"{gain:.2f}" for gain in self.gains)
-        words = (
-            f"ours is {waiting} times as fast as Megatron's best if collectives hold multiprocessors while "
-            f"they wait, {transfers} if only transfers count"
+        of = "schedules of equal sizes" if self.alike else "parallel configurations"
+        error, pairs, spread = (f"{100 * share:.1f} %" for share in (self.error, self.pairs, self.spread))
+        return (
+            f"Verdict: {self.word}. Ours is {self.gain:.2f} times as fast as Megatron's best, with an error "
+            f"of {error}: ratios of published {of} are met within {pairs}, and what runs beside layers adds "
+            f"{spread}"
         )
-        return f"Undecided: {words}; {self.reason}" if self.reason else f"By both readings {words}"
 
 
 def verdict(choices: Sequence[Choice]) -> Verdict | None:
     """The verdict on choices that fit; None unless there are ours and Megatron's."""
-    ours = [choice for choice in choices if not choice.stock]
-    stock = [choice for choice in choices if choice.stock]
-    if not ours or not stock:
-        return None
-    first = min(choice.iteration_ms for choice in stock) / min(choice.iteration_ms for choice in ours)
-    return Verdict(
-        (first, min(choice.other_ms for choice in stock) / min(choice.other_ms for choice in ours))
+    ours, stock = (
+        min((c for c in choices if c.stock == is_stock), key=lambda c: c.iteration_ms, default=None)
+        for is_stock in (False, True)
     )
+    if ours is None or stock is None:
+        return None
+    request, gain = ours.request, stock.iteration_ms / ours.iteration_ms
+    at_ends = (stock.at_ms(price) / ours.at_ms(price) for price in request.price.ends)
+    alike = request.job == stock.request.job
+    pairs = pair_error("experts" if request.model.experts else "dense", alike=alike)
+    return Verdict(gain, pairs, max((abs(at - gain) for at in at_ends), default=0.0), alike)
 
 
 def channels(best: Choice) -> list[str]:
@@ -297,16 +315,12 @@ def shown(choices: Sequence[Choice]) -> list[Choice]:
     return best if stock is None or stock in best else [*best, stock]
 
 
-def gain(choices: Sequence[Choice]) -> str:
-    """How much faster the best is than the best of Megatron by itself; empty if it is that, or none fits."""
+def megatrons_best(choices: Sequence[Choice]) -> str:
+    """What Megatron's best by itself is, in a sentence; empty if it is the best of all, or none fits."""
     stock = stock_best(choices)
     if stock is None or stock is choices[0]:
         return ""
-    times = stock.iteration_ms / choices[0].iteration_ms
-    return (
-        f"{times:.2f} times as fast as the best that Megatron does by itself: {stock.name} "
-        f"with {sizes_of(stock.request.job)}"
-    )
+    return f"Megatron's best by itself is {stock.name} with {sizes_of(stock.request.job)}"
 
 
 def nothing_fits(question: Question) -> str:

@@ -18,8 +18,8 @@ from rich.text import Text
 from megatron_vocabpar.plan.advice import (
     binds,
     channels,
-    gain,
     headline,
+    megatrons_best,
     model_notes,
     nothing_fits,
     reasons,
@@ -128,7 +128,7 @@ def answer_for_job(request: Request, notes: Sequence[str] = (), *, workers: int 
 def answer_for_gpus(question: Question, choices: Sequence[Choice], notes: Sequence[str] = ()) -> PlanAnswer:
     """The best configurations and Megatron's best, with the reasons for the first."""
     judged = verdict(choices)
-    lines = [gain(choices), str(judged or ""), *(channels(choices[0]) if choices else ())]
+    lines = [megatrons_best(choices), str(judged or ""), *(channels(choices[0]) if choices else ())]
     return PlanAnswer(
         [headline(question)],
         {name: asdict(getattr(question, name)) for name in ("model", "hardware")}
@@ -251,7 +251,7 @@ def answer_json(answer: PlanAnswer) -> str:
     return json.dumps(
         {
             **answer.asked,
-            "verdict": {"gains": judged.gains, "undecided": judged.reason} if judged else None,
+            "verdict": {"is": judged.word, "gain": judged.gain, "error": judged.error} if judged else None,
             "choices": [choice_json(choice) for choice in answer.choices],
             "recommended": best and {"method": best.method, "family": best.family},
             "costs": best and passes_of(best).to_dict(),
@@ -267,7 +267,7 @@ def answer_json(answer: PlanAnswer) -> str:
 def passes_of(choice: Choice) -> PassCosts:
     """The times of the choice's passes, as ``vocabpar schedule --costs`` reads them."""
     request = choice.request
-    factor = request.factors(choice.use)[0]
+    factor = request.factor(choice.use)
     if choice.method == STOCK:
         return request.costs(factor)
     return costs_of(request, choice.layers, factor)
@@ -283,7 +283,6 @@ def choice_json(choice: Choice) -> dict[str, Any]:
         "job": asdict(choice.request.job),
         "stock": choice.stock,
         "iteration_ms": choice.iteration_ms,
-        "other_ms": choice.other_ms,
         "exact": choice.exact,
         "mfu": choice.mfu,
         "tokens_per_s": choice.tokens_per_s,

@@ -5,7 +5,7 @@ Next: ``layer_counts.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -13,7 +13,7 @@ from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.pattern import layers_in
-from megatron_vocabpar.plan.price import Price, Use, readings
+from megatron_vocabpar.plan.price import Price, Use, usual_price
 from megatron_vocabpar.plan.stage_memory import GIB, Parameters, StageMemory
 from megatron_vocabpar.plan.times import StageLayers, costs_of_stages, estimated_costs, tail_ms
 from megatron_vocabpar.schedule.make.families import family_named
@@ -32,8 +32,7 @@ class Request:
     Attributes:
         limit_gib: the most GiB that a GPU may hold.
         measured: measured times, which replace the estimates.
-        prices: how much longer layers take beside other work, by the name of the reading; choices are
-            ordered by the first.
+        price: how much longer layers take beside other work.
         max_activations: the most microbatches whose activations a rank may hold; by default what each
             family needs.
     """
@@ -43,7 +42,7 @@ class Request:
     hardware: Hardware
     limit_gib: float
     measured: PassCosts | None = None
-    prices: Mapping[str, Price] = field(default_factory=readings, hash=False)
+    price: Price = field(default_factory=usual_price)
     max_activations: float | None = None
 
     def costs(self, factor: float = 1.0) -> PassCosts:
@@ -53,17 +52,13 @@ class Request:
         costs = self.measured if can_pair(self.model, self.job) else replace(self.measured, hidden_ms=0.0)
         return costs.with_layers(factor)
 
-    def factors(self, use: Use) -> list[float]:
-        """By each reading, the time of layers over that in ``costs()``, which are those of busy GPUs.
+    def factor(self, use: Use, price: Price | None = None) -> float:
+        """The time of layers over that in ``costs()``, which are those of busy GPUs; ``price`` or its own.
 
         Measured passes run one after another, so their GPU is always busy.
         """
-        busy = 1.0 if self.measured else self.hardware.rates.busy
-        reference, multiprocessors = Use(busy), self.hardware.multiprocessors
-        return [
-            price.factor(use, multiprocessors) / price.factor(reference, multiprocessors)
-            for price in self.prices.values()
-        ]
+        reference = Use(1.0 if self.measured else self.hardware.rates.busy)
+        return (price or self.price).longer(use, reference, self.hardware.multiprocessors)
 
     @property
     def trial_microbatches(self) -> int:
@@ -78,8 +73,7 @@ class Choice:
     Attributes:
         request: the request that it answers.
         layers: transformer layers of each stage.
-        iteration_ms: the iteration's time, with the optimizer's step, by the first reading of ``price.py``.
-        other_ms: the same by the last reading.
+        iteration_ms: the iteration's time, with the optimizer's step.
         idle: the share of the schedule in which the mean rank waits.
         stages: the memory of each rank at its peak.
         problem: the reason why it cannot run; the other fields are then empty.
@@ -88,6 +82,7 @@ class Choice:
         flags: for stock Megatron, the flags that place its layers.
         tail_ms: the part of the iteration after the schedule: gradients, weights and the optimizer's step.
         use: how much of the time other work runs beside layers.
+        layers_share: the share of passes' time that layers take.
         channels: the channels of NCCL that suffice for our collectives; 0 without collectives, or unless
             ``exact``.
         needed_gib: the GiB that the job would need without its memory savers, or the limit if they are
@@ -99,7 +94,6 @@ class Choice:
     family: str
     layers: tuple[int, ...] = ()
     iteration_ms: float = 0.0
-    other_ms: float = 0.0
     idle: float = 0.0
     stages: tuple[StageMemory, ...] = ()
     problem: str = ""
@@ -108,6 +102,7 @@ class Choice:
     flags: tuple[str, ...] = ()
     tail_ms: float = 0.0
     use: Use = field(default_factory=Use)
+    layers_share: float = 1.0
     channels: int = 0
     needed_gib: float = 0.0
 
@@ -139,6 +134,12 @@ class Choice:
         limit_gib = self.request.limit_gib * (1.0 if self.is_full else _LIGHTER)
         return self.iteration_ms if not self.problem and self.peak_gib <= limit_gib else inf
 
+    def at_ms(self, price: Price) -> float:
+        """The iteration's time at another price; exact where waits grow as the passes do."""
+        factors = (self.request.factor(self.use, of) for of in (price, self.request.price))
+        at, now = (1.0 + self.layers_share * (factor - 1.0) for factor in factors)
+        return (self.iteration_ms - self.tail_ms) * at / now + self.tail_ms
+
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second of all GPUs together."""
@@ -165,13 +166,13 @@ def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> 
     return costs_of_stages(costs, model, request.job, request.hardware, stages)
 
 
-def priced_ms(request: Request, length_ms: float, layers: float, use: Use) -> list[float]:
-    """By each reading, the ms of a schedule that takes ``length_ms`` where layers have the factor 1.
+def priced_ms(request: Request, length_ms: float, layers_share: float, use: Use) -> float:
+    """The ms of a schedule that takes ``length_ms`` where layers have the factor 1.
 
-    ``layers`` is the share of passes' time that layers take. Exact where waits grow as the passes do: for a
-    schedule that is played again, within 0.1 %.
+    ``layers_share`` is the share of passes' time that layers take. Exact where waits grow as the passes do:
+    for a schedule that is played again, within 0.1 %.
     """
-    return [length_ms * (1.0 + layers * (factor - 1.0)) for factor in request.factors(use)]
+    return length_ms * (1.0 + layers_share * (request.factor(use) - 1.0))
 
 
 def longest_tail_ms(

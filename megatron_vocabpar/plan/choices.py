@@ -77,15 +77,12 @@ def fastest(
     mapper: Callable[..., Iterator[Any]] = map,
     workers: int = 1,
 ) -> list[Choice]:
-    """``choose`` among quick plays; the first by the other reading of ``price.py`` is played in full, too.
+    """``choose`` among quick plays.
 
     Estimates are mostly too high, by up to 7 % at few microbatches: an estimate of 1,396 ms behind one of
     1,388 ms is 1,362 ms in full, and the first 1,374 ms.
     """
-    fitting = [choice for choice in choices if choice.known_ms < inf]
-    other = min(fitting, key=lambda choice: choice.other_ms, default=None)
-    candidates = [play_in_full(choice) if choice is other else choice for choice in choices]
-    return choose(candidates, play_in_full, fewest=_FEWEST, most=most, mapper=mapper, workers=workers)
+    return choose(choices, play_in_full, fewest=_FEWEST, most=most, mapper=mapper, workers=workers)
 
 
 def _best_layout(layouts: Sequence[Choice]) -> Choice:

@@ -80,22 +80,21 @@ def played(
     if least_ms < below_ms:
         least_ms = problem.bound_ms() + (job.m - m) * max(further_ms)
         busy = Use(job.m * sum(further_ms) / job.p / least_ms)
-        least_ms = priced_ms(request, least_ms, layers_share, busy)[0] + tail_ms
+        least_ms = priced_ms(request, least_ms, layers_share, busy) + tail_ms
     if least_ms >= below_ms:
         return _left_out(request, method, family, layers, least_ms)
     schedule, end_ms = problem.quick(_PASSES)
     length_ms, idle = _extended(problem, schedule, end_ms, job.m - m)
     use = Use(1.0 - idle)
-    lengths_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
-    if near_ms is not None and lengths_ms[0] + tail_ms >= max(below_ms, near_ms):
-        return _left_out(request, method, family, layers, lengths_ms[0] + tail_ms)
-    choice = _choice(request, schedule, family, layers, lengths_ms, use)
+    alone_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
+    if near_ms is not None and alone_ms + tail_ms >= max(below_ms, near_ms):
+        return _left_out(request, method, family, layers, alone_ms + tail_ms)
+    choice = replace(_choice(request, schedule, family, layers, alone_ms, use), layers_share=layers_share)
     if not method.vocabulary_parallel or not (near_ms is None or choice.fits):
         return choice
     launched = launch_when_ready(schedule, problem.times, layers)
     use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
-    lengths_ms = priced_ms(request, length_ms, layers_share, use)
-    return replace(choice, iteration_ms=lengths_ms[0] + tail_ms, other_ms=lengths_ms[-1] + tail_ms, use=use)
+    return replace(choice, iteration_ms=priced_ms(request, length_ms, layers_share, use) + tail_ms, use=use)
 
 
 def _problem(request: Request, method: str | Method, family: Family, costs: PassCosts, m: int) -> Problem:
@@ -156,8 +155,8 @@ def play_in_full(choice: Choice, below_ms: float = inf) -> Choice:
     if below_ms < inf:
         events = run_events(schedule, problem.times, program)
         use, length_ms = Use(fmean(busy_share(events))), max(events.ends)
-        lengths_ms = priced_ms(request, length_ms, _layers_share(problem), use)
-        done = _choice(request, schedule, family, choice.layers, lengths_ms, use)
+        alone_ms = priced_ms(request, length_ms, _layers_share(problem), use)
+        done = _choice(request, schedule, family, choice.layers, alone_ms, use)
         if done.iteration_ms > _CLEARLY * below_ms:
             longer = max(choice, done, key=lambda play: play.iteration_ms)
             return replace(longer, is_full=True, needed_gib=choice.needed_gib)
@@ -168,11 +167,11 @@ def play_in_full(choice: Choice, below_ms: float = inf) -> Choice:
     if schedule.method.vocabulary_parallel:
         allowed = allowed_ms(events, problem.times)
         channels = fewest_channels(request.model, request.job, request.hardware, allowed)
-    lengths_ms = []
-    for factor in request.factors(use):
-        times = PassTimes.of(costs_of(request, choice.layers, factor), schedule)
-        lengths_ms.append(Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms)
-    done = _choice(request, schedule, family, choice.layers, lengths_ms, use)
+    times = PassTimes.of(costs_of(request, choice.layers, request.factor(use)), schedule)
+    length_ms = Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms
+    done = replace(
+        _choice(request, schedule, family, choice.layers, length_ms, use), layers_share=_layers_share(problem)
+    )
     return replace(done, is_full=True, exact=True, channels=channels, needed_gib=choice.needed_gib)
 
 
@@ -181,10 +180,10 @@ def _choice(
     schedule: Schedule,
     family: Family,
     layers: tuple[int, ...],
-    lengths_ms: Sequence[float],
+    length_ms: float,
     use: Use,
 ) -> Choice:
-    """The choice of a schedule that takes ``lengths_ms``, with its memory and the optimizer's step."""
+    """The choice of a schedule that takes ``length_ms``, with its memory and the optimizer's step."""
     model, job = request.model, request.job
     placement = Placement(job.p, family.chunks, family.shape)
     shards = _softmax_shards(schedule)
@@ -199,8 +198,7 @@ def _choice(
         schedule.method.name,
         family.name,
         layers,
-        lengths_ms[0] + after,
-        lengths_ms[-1] + after,
+        length_ms + after,
         1.0 - use.busy,
         tuple(stages),
         tail_ms=after,
@@ -311,7 +309,7 @@ def stock_choice(request: Request, layout: StockLayout) -> Choice:
     stages = tuple(stage_memory(model, job, baseline, placement, layout.layers, [*held], Bytes()))
     parameters = parameters_of(model, job, baseline, placement, layout.layers)
     after = longest_tail_ms(job, request.hardware, parameters, request.costs())
-    choice = Choice(request, STOCK, layout.name, layout.layers, inf, inf, stages=stages, flags=layout.flags)
+    choice = Choice(request, STOCK, layout.name, layout.layers, inf, stages=stages, flags=layout.flags)
     choice = replace(choice, tail_ms=after)
     if not choice.fits:
         return choice
@@ -319,8 +317,9 @@ def stock_choice(request: Request, layout: StockLayout) -> Choice:
     further = _further_stock_ms(placement, times, pairs=layout.overlaps)
     ways_ms = _ways_ms(placement, times)
     least_ms = max(way_ms + job.m * ms for way_ms, ms in zip(ways_ms, further, strict=True))
-    (least_ms, *_), _ = _stock_lengths_ms(choice, least_ms, job.m * sum(further))
-    return replace(choice, iteration_ms=least_ms)
+    share = _stock_layers_share(choice, job.m * sum(further))
+    use = Use(job.m * sum(further) / job.p / least_ms)
+    return replace(choice, iteration_ms=priced_ms(request, least_ms, share, use) + after)
 
 
 def play_stock(choice: Choice, *, quick: bool = False, below_ms: float = inf) -> Choice:
@@ -337,15 +336,15 @@ def play_stock(choice: Choice, *, quick: bool = False, below_ms: float = inf) ->
     further = _further_stock_ms(schedule.placement, times, pairs=choice.pairs)
     length_ms = max(run_passes(schedule, times).ends) + (job.m - m) * max(further)
     work_ms = sum(map(times.of_instruction, chain.from_iterable(schedule.rows))) + (job.m - m) * sum(further)
-    lengths_ms, use = _stock_lengths_ms(choice, length_ms, work_ms)
+    share, use = _stock_layers_share(choice, work_ms), Use(work_ms / job.p / length_ms)
     return replace(
         choice,
-        iteration_ms=lengths_ms[0],
-        other_ms=lengths_ms[-1],
+        iteration_ms=priced_ms(request, length_ms, share, use) + choice.tail_ms,
         idle=1.0 - use.busy,
         is_full=not quick,
         exact=not quick,
         use=use,
+        layers_share=share,
     )
 
 
@@ -363,13 +362,11 @@ def _stock_times(choice: Choice) -> PassTimes:
     return PassTimes.of(costs_of(choice.request, choice.layers), frame, splits_w=False)
 
 
-def _stock_lengths_ms(choice: Choice, length_ms: float, work_ms: float) -> tuple[list[float], Use]:
-    """By each reading, the iteration's ms if passes take ``work_ms`` on all ranks together; and the use."""
+def _stock_layers_share(choice: Choice, work_ms: float) -> float:
+    """The share that layers have of ``work_ms``, which passes take on all ranks together."""
     job, costs = choice.request.job, choice.request.costs()
     ends_ms = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
-    use = Use(work_ms / job.p / length_ms)
-    share = 1.0 - job.m * ends_ms / work_ms
-    return [ms + choice.tail_ms for ms in priced_ms(choice.request, length_ms, share, use)], use
+    return 1.0 - job.m * ends_ms / work_ms
 
 
 @cache

@@ -3,17 +3,13 @@
     time of layers = alone x (1 + busy x slope) x (1 + resident x channels / multiprocessors)
 
 A GPU that is busy most of the time takes longer for the same layers than one that idles (its clocks are
-lower), whatever the schedule. What our collectives take beyond that has two *readings* that fit the published
-passes about as well:
+lower), whatever the schedule. A kernel that waits for other ranks holds ``channels`` multiprocessors;
+``resident`` is how many such kernels there are on average beside layers. With 0.5 of them, 15 channels and
+132 multiprocessors layers take 5.7 % longer. Shares are means over ranks: within a row of the published
+passes ranks differ by 2 % for other reasons, so a rank's own share says little.
 
-- ``waiting``: a kernel that waits for other ranks holds ``channels`` multiprocessors. ``resident`` is how
-  many such kernels there are on average beside layers. With 0.8 of them, 5.2 channels and 108
-  multiprocessors layers take 3.9 % longer.
-- ``transfers``: kernels cost nothing while they wait, and ``transfers`` ms of layers for each ms in which a
-  large message moves. In place of the last factor stands 1 + transferring x transfers.
-
-Only a GPU says which one holds; until one has, plans are priced by both. Shares are means over ranks: within
-a row of the published passes ranks differ by 2 % for other reasons, so a rank's own share says little.
+The price lies between its evidence: the passes of the paper's runs on A100, where both numbers are fitted,
+and kernels on an H200, where both are measured. What a gain would be at either end says how far off it is.
 
 A collective's kernel holds a multiprocessor for each *channel* of NCCL, from its launch to its end, and a
 channel carries about 20 GB/s within a node. So a schedule needs the fewest that its slack allows. For
@@ -22,13 +18,14 @@ stage sends once; if 2.5 ms pass between the last rank's S and the first pass th
 it in time. Between nodes they must be enough for the network: 50 GB/s take 3. Measured on an H200, one or two
 channels slow layers half as much as four to eight do.
 
-Source: ``data/price.json``, fitted by ``lab/paper/price.py`` to the published passes.
+Source: ``data/price.json``; ``lab/paper/price.py`` fits a price to the published passes.
 Next: ``choice.py``.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -44,17 +41,12 @@ from megatron_vocabpar.schedule.data.schema import check, read_object, text_of
 from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.launches import windows
 from megatron_vocabpar.schedule.play.lower import communications
-from megatron_vocabpar.schedule.play.residence import (
-    busy_share,
-    resident_beside_layers,
-    transferring_beside_layers,
-)
+from megatron_vocabpar.schedule.play.residence import busy_share, resident_beside_layers
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import CommType
 
 CHANNEL_GB_S = 20.0
 """What a channel carries within a node, 10^9 bytes a second: assumed."""
-READINGS = ("waiting", "transfers")
 _FLOAT = 4  # bytes of an element
 _NO_TIME = dict.fromkeys(("F_ms", "B_ms", "W_ms"), 0.0)  # what else a cost file must have
 
@@ -66,41 +58,38 @@ class Use:
     Attributes:
         busy: the share of the iteration in which a rank runs passes.
         resident: collectives that are resident beside layers, on average.
-        transferring: collectives with large messages that transfer beside layers, on average.
     """
 
     busy: float = 1.0
     resident: float = 0.0
-    transferring: float = 0.0
 
     @staticmethod
     def of(events: Events) -> Use:
         """Those of a simulated schedule."""
-        return Use(
-            fmean(busy_share(events)),
-            fmean(resident_beside_layers(events)),
-            fmean(transferring_beside_layers(events)),
-        )
+        return Use(fmean(busy_share(events)), fmean(resident_beside_layers(events)))
 
 
 @dataclass(frozen=True)
 class Price:
-    """One reading of what layers take.
+    """What layers take.
 
     Attributes:
         slope: how much longer layers take on a GPU that is always busy than on one that idles.
         channels: multiprocessors that a resident collective takes from layers.
-        transfers: ms of layers for each ms of a large transfer beside them.
+        ends: the prices between which this one lies; none if it was measured on the GPUs in question.
     """
 
     slope: float
-    channels: float = 0.0
-    transfers: float = 0.0
+    channels: float
+    ends: tuple[Price, ...] = ()
 
     def factor(self, use: Use, multiprocessors: int) -> float:
         """The time of layers over their time alone."""
-        beside = use.resident * self.channels / multiprocessors + use.transferring * self.transfers
-        return (1.0 + use.busy * self.slope) * (1.0 + beside)
+        return (1.0 + use.busy * self.slope) * (1.0 + use.resident * self.channels / multiprocessors)
+
+    def longer(self, use: Use, reference: Use, multiprocessors: int) -> float:
+        """The time of layers over their time where ``reference`` is all that the GPU does."""
+        return self.factor(use, multiprocessors) / self.factor(reference, multiprocessors)
 
 
 def allowed_ms(events: Events, times: PassTimes) -> float:
@@ -123,7 +112,7 @@ def fewest_channels(model: Model, job: Job, hardware: Hardware, allowed: float) 
 def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:
     """The price and the passes' times in a cost file; a file may have the price alone.
 
-    If the file does not say how many multiprocessors a collective holds, the published runs do.
+    If the file does not say how many multiprocessors a collective holds, it is as many as usual.
 
     Raises:
         ValueError: if the file cannot be read, or is malformed; the message names the file.
@@ -140,23 +129,29 @@ def read_measured(path: str | Path) -> tuple[Price | None, PassCosts | None]:
     if "price" not in data:
         return None, costs
     entry = data["price"]
-    usual = readings()["waiting"].channels
+    usual = usual_price().channels
     return Price(float(entry["slope"]), channels=float(entry.get("channels", usual))), costs
 
 
 @cache
-def readings() -> dict[str, Price]:
-    """The readings by name: ``waiting``, ``transfers``."""
-    names = ("slope", "channels", "transfers")
-    return {reading: Price(**{name: _data()[reading][name] for name in names}) for reading in READINGS}
+def usual_price() -> Price:
+    """The price of GPUs that were not measured, between its ends."""
+    ends, usual = ([_price(entry) for entry in _data()[name]] for name in ("ends", "usual"))
+    return Price(usual[0].slope, usual[0].channels, tuple(ends))
 
 
-def gain_error() -> float:
-    """The planner's error where it says how much faster one schedule is than another, relative.
+def _price(entry: Mapping[str, Any]) -> Price:
+    return Price(float(entry["slope"]), float(entry["channels"]))
 
-    The error of a time is larger, but a model and its GPUs are the same on both sides of a gain.
+
+def pair_error(kind: str, *, alike: bool) -> float:
+    """The mean error of planned ratios of speed beside published ones, relative.
+
+    Args:
+        kind: ``dense`` or ``experts``.
+        alike: only the schedule differs within a pair; otherwise the parallel configuration does.
     """
-    return float(_data()["gain_error"]["value"])
+    return float(_data()["pairs"]["schedules" if alike else "configurations"][kind]["error"])
 
 
 @cache

@@ -9,10 +9,13 @@ from statistics import mean
 import pytest
 
 from lab.fit import starting_values, with_values
-from lab.published_runs import errors, published_runs, schedules, schedules_table
+from lab.pairs import configurations, schedules
+from lab.pairs import table as pairs_table
+from lab.published_runs import errors, published_runs, schedules_table
 from lab.rates import in_short
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.price import pair_error
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.times import layer_ms
 
@@ -35,11 +38,12 @@ def test_published_runs_are_met_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_schedules_on_mi300x_are_met_as_the_page_says() -> None:
+def test_pairs_are_met_as_the_page_and_the_planner_say() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert all(row in page for row in schedules_table())
-    missed = [abs(planned / published - 1) for _, published, planned in schedules()]
-    assert mean(missed) <= 0.05
+    assert [row for row in (*schedules_table(), *pairs_table()) if row not in page] == []
+    for alike, found in ((True, schedules()), (False, configurations())):
+        for kind, of_kind in found.items():
+            assert pair_error(kind, alike=alike) == pytest.approx(mean(map(abs, of_kind)), abs=6e-4)
 
 
 def test_sorting_within_the_exchange_takes_less_time_than_beside_it() -> None:

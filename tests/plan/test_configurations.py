@@ -336,9 +336,6 @@ def test_what_could_be_the_fastest_is_simulated_in_full(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(choosing, "play_in_full", played)
     families = ("v-zb", "zb-h1", "v-zb", "v-zb", "zb-h1", "v-half")
-    estimates = [
-        Choice(request, "vocab-1", family, (k,), 1370.0 + k, other_ms=1370.0 + k)
-        for k, family in enumerate(families)
-    ]
+    estimates = [Choice(request, "vocab-1", family, (k,), 1370.0 + k) for k, family in enumerate(families)]
     found = [("abcdef"[one.layers[0]], one.is_full) for one in planning._play_side_in_full(estimates, False)]
     assert found == [("c", True), ("a", True), ("e", False), ("f", False)]

@@ -18,31 +18,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from megatron_vocabpar.schedule.play.events import Events
 from megatron_vocabpar.schedule.play.memory import Interval
-from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType, PassType
+from megatron_vocabpar.schedule.words.passes import COLLECTIVES, LAYERS, CommType
 
 
 def resident_beside_layers(events: Events, types: Collection[CommType] = COLLECTIVES) -> tuple[float, ...]:
     """For each rank, how many communications are resident, on average over the time of its layers."""
     ranks = range(events.numbering.schedule.p)
     return tuple(shared(resident(events, rank, types), layers(events, rank)) for rank in ranks)
-
-
-def transferring_beside_layers(events: Events) -> tuple[float, ...]:
-    """For each rank, how many of its collectives transfer a large message, on average over its layers' time.
-
-    Large are those with a microbatch's hidden states or their gradient: C0, CI, CIB and what B waits for.
-    """
-    schedule = events.numbering.schedule
-    if not schedule.method.vocabulary_parallel:
-        return (0.0,) * schedule.p
-    gradient = schedule.method.waits_for[PassType.B][0]  # CG, which may follow, is small
-    large = {CommType.C0, CommType.CI, CommType.CIB}
-    large |= {gradient} if isinstance(gradient, CommType) else set()
-
-    def transfers(rank: int) -> list[Interval]:
-        return sorted((events.starts[k], events.ends[k]) for k in _numbers(events, rank, large))
-
-    return tuple(shared(transfers(rank), layers(events, rank)) for rank in range(schedule.p))
 
 
 def busy_share(events: Events) -> tuple[float, ...]:
