@@ -16,6 +16,7 @@ VERBS = {
     "drift": "Why the log-probabilities of two runs differ.",
     "emulate": "Run schedules in real time, with sleeps for passes.",
     "model_types": "Weights of the model types that the planner reads, counted by transformers.",
+    "optima": "Schedules beside proven optima of problems drawn from a seed.",
     "rates": "Errors of the planner's rates beside published runs.",
     "page": "A table of the documentation.",
     "patches": "What is replaced in Megatron.",

@@ -18,7 +18,7 @@ from functools import cache
 from hashlib import sha256
 from math import inf
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from megatron_vocabpar.plan.choice import Choice, Request
@@ -180,12 +180,13 @@ def table() -> Iterator[str]:
 
 
 def mean_errors(compared: Sequence[tuple[Run, float]]) -> Iterator[str]:
-    """A line for the fitted runs and one for those held out: how many, and their mean errors by kind."""
+    """A line for the fitted runs and one for those held out: their errors by kind, mean and median."""
     for words, held_out in (("fitted", False), ("held out", True)):
         kinds = []
         for kind in ("dense", "experts"):
             sizes = [abs(e) for run, e in compared if (run.held_out, run.kind) == (held_out, kind)]
-            kinds.append(f"{100 * mean(sizes):.1f} % of {len(sizes)} {kind}")
+            found = f"{100 * mean(sizes):.1f} % of {len(sizes)} {kind} (median {100 * median(sizes):.1f})"
+            kinds.append(found)
         yield f"Mean error of the runs {words}: {', '.join(kinds)}."
 
 
