@@ -52,7 +52,7 @@ def test_a_layout_is_bars() -> None:
     config, _ = decided(config_from_argv([*argv, "--vocab-parallel-layout", "auto"]), argv, 4)
     assert config.layout is not None
     assert (config.layout.count("|"), config.layout.replace("|", "")) == (3, "M-" * 16)
-    assert len(config.layout.rpartition("|")[2]) < 4  # beside the output layer
+    assert len(config.layout.rpartition("|")[2]) < 8  # of 32 on 4 stages: beside the output layer
 
 
 @pytest.mark.parametrize("offsets", [1, 2])
