@@ -91,16 +91,16 @@ def test_the_best_sizes_are_played_with_every_method() -> None:
 
 @pytest.mark.slow
 def test_pairs_are_found_where_they_hide_an_exchange() -> None:
-    """Without a search: dualpipev with vocab-1 is faster than all else on these sizes."""
+    """Without a search: dualpipev is the fastest of ours on these sizes, and no slower than Megatron's."""
     asked = replace(question(small("qwen3-30b-a3b", 16), gpus=16, p=4, t=1, c=1, e=4), batch=64)
     first, *_ = best_configurations(asked)
     assert first.family == "dualpipev"
     alone = replace(first, family="v-zb")
     rest, whole = (shares(one)["the exchange of experts"] for one in (first, alone))
     assert rest == pytest.approx(0.07 * whole)
-    choices = stock_choices(first.request)
-    choices += [choice_of(first.request, *each, first.request.job.m) for each in planning.OURS]
-    assert min(choices, key=lambda one: one.iteration_ms).family == "dualpipev"
+    ours = [choice_of(first.request, *each, first.request.job.m) for each in planning.OURS]
+    assert min(ours, key=lambda one: one.iteration_ms).family == "dualpipev"
+    assert first.iteration_ms <= min(one.iteration_ms for one in stock_choices(first.request))
 
 
 def test_bounds_are_below_what_is_played() -> None:
