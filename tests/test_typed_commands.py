@@ -71,6 +71,7 @@ MODULES = {
 
 ELSEWHERE = {
     "lab drift": "tests/lab/test_drift.py",
+    "lab rates": "tests/lab/test_published_runs.py",
     "lab kernels": "tests/lab/test_kernels.py",
     "scripts/head_precision.py": "tests/test_head_precision.py",
 }

@@ -75,27 +75,24 @@ def _choice(request: Request, shards: int, width: int, paired: bool) -> Choice:
     forward = _sum(costs.F_ms, costs.IF_ms) + last["F_ms"]
     backward = _sum(costs.B_ms, costs.W_ms) + last["B_ms"] + last["W_ms"] + sum(first.values())
     resident = min(1.0, (2 * gather + scatter) / (forward + backward))
-    use = Use(1.0, resident=resident, transferring=resident)
+    use = Use(1.0, resident=resident)
     hidden = _sum(costs.hidden_ms) * (job.m - 1) / job.m if paired else 0.0
     waited = (gather + scatter) / model.layers
     nodes = Group(around // shards, job.t * shards)
     reduced = max(0.0, 2 * gather_ms(held.shared / shards * width, nodes, gpu) - backward)
     updated = held.shared / shards + held.experts / expert_replicas
     tail_ms = reduced + step_ms(updated, gpu)
-    times = [
-        job.m * (max(forward * factor, gather) + max(backward * factor, gather + scatter) - hidden + waited)
-        + tail_ms
-        for factor in request.factors(use)
-    ]
-    computing = job.m * (forward + backward) / times[0]
+    factor = request.factor(use)
+    passes = max(forward * factor, gather) + max(backward * factor, gather + scatter) - hidden + waited
+    iteration_ms = job.m * passes + tail_ms
+    computing = job.m * (forward + backward) / iteration_ms
     choice = Choice(
         request,
         STOCK,
         f"{'fsdp' if shards == around else 'hsdp'}, gradients in {_GRADIENTS[width]}",
         (model.layers,),
-        times[0],
-        times[-1],
-        idle=max(0.0, 1.0 - computing - tail_ms / times[0]),
+        iteration_ms,
+        idle=max(0.0, 1.0 - computing - tail_ms / iteration_ms),
         is_full=True,
         exact=True,
         flags=(

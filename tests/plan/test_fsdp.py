@@ -32,7 +32,7 @@ def test_with_fast_links_it_takes_the_layers_and_the_step() -> None:
     choice = plain(planned(1e9, 1e9))
     computing = replace(JOB, d=1, distributed_optimizer=False)
     alone = Request(MODEL, computing, H100, 80.0)
-    costs, factor = alone.costs(), alone.factors(choice.use)[0]
+    costs, factor = alone.costs(), alone.factor(choice.use)
     output = sum(costs.last_rank_extra.values()) + sum(costs.first_rank_extra.values())
     layers = costs.F_ms + costs.B_ms + costs.W_ms + costs.IF_ms + output
     assert choice.iteration_ms == pytest.approx(JOB.m * layers * factor + choice.tail_ms, rel=1e-6)
