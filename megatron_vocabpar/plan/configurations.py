@@ -341,8 +341,8 @@ def best_configurations(
         of_kinds = [[choice for choice in played if kind_of(choice) == kind] for kind in kinds]
         for further in mapper(_other_plays, [question] * len(of_kinds), of_kinds):
             played += further
-    played += sharded(question)
-    return _best_of_kinds([*_play_side_in_full(played, False), *_play_side_in_full(played, True)])
+    in_full = [*_play_side_in_full(played, False), *_play_side_in_full(played, True)]
+    return _best_of_kinds([*in_full, *sharded(question)])  # whose times are whole, and take no play's place
 
 
 def sharded(question: Question) -> list[Choice]:

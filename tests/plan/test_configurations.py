@@ -341,3 +341,14 @@ def test_what_could_be_the_fastest_is_simulated_in_full(monkeypatch: pytest.Monk
     estimates = [Choice(request, "vocab-1", family, (k,), 1370.0 + k) for k, family in enumerate(families)]
     found = [("abcdef"[one.layers[0]], one.is_full) for one in planning._play_side_in_full(estimates, False)]
     assert found == [("c", True), ("a", True), ("e", False), ("f", False)]
+
+
+@pytest.mark.slow
+def test_sharded_configurations_take_no_full_play_from_pipelines() -> None:
+    """Qwen3-30B on 8 H100 has more kinds of FSDP than are played in full, all slower than pipelines."""
+    model = model_preset("qwen3-30b-a3b")
+    found = best_configurations(Question(model, H100, 8, usual_batch(model, 8), H100.memory_gib, {"c": 1}))
+    stock = stock_best(found)
+    assert stock is not None
+    assert stock.request.job.p > 1
+    assert stock.exact
