@@ -116,14 +116,15 @@ def _answer(request: Request, decided: dict[str, Any], options: dict[str, Any]) 
     job, chunks, given_layout = request.job, options["chunks"], options["given_layout"]
     checked = None if given_layout is None else _checked(request, given_layout)
     question = Question(request.model, request.hardware, job.gpus, job.m * job.d, request.limit_gib, decided)
-    best, changed = _best(request, chunks), request
+    best = as_given = _best(request, chunks)
+    changed = request
     for variant in memory_variants(question, job):
         if best.fits:
             break
         changed = replace(request, job=variant)
         best = _best(changed, chunks)
     if not best.fits:
-        best, changed = _best(request, chunks), request
+        best, changed = as_given, request
 
     def fitting(request: Request) -> Choice | None:
         choice = _best(request, None)

@@ -67,7 +67,7 @@ _DIGITS = 1.03
 """Moments in 16 bits are taken where everything that changes no digit is this many times as slow, or more."""
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
-SHARDED_MICRO_BATCH = (1, 2, 4, 8)  # with FSDP a larger microbatch gathers weights less often
+_SHARDED_MICRO_BATCH = (1, 2, 4, 8)  # with FSDP a larger microbatch gathers weights less often
 _DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
 _LEAST_HELD = {
     "1f1b": 0.9, "zb-h1": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5
@@ -348,7 +348,7 @@ def best_configurations(
 def sharded(question: Question) -> list[Choice]:
     """Megatron's FSDP in every configuration of one stage in which it fits; the fastest of each kind."""
     best: dict[Kind, Choice] = {}
-    for job in _jobs(question, SHARDED_MICRO_BATCH):
+    for job in _jobs(question, _SHARDED_MICRO_BATCH):
         if job.p > 1:
             continue
         for variant in memory_variants(question, replace(job, distributed_optimizer=True)):
