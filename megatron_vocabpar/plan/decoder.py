@@ -104,12 +104,12 @@ class Decoder:
         """How many parts of these kinds the mean layer has: 0.5 for ``*`` in ``M*``."""
         return sum(number for part, number in self.parts.items() if part in kinds)
 
-    @property
+    @cached_property
     def sparse(self) -> float:
         """The share of layers that have experts, from 0 to 1."""
         return self.share("E")
 
-    @property
+    @cached_property
     def expert_weights(self) -> float:
         """Weights of all routed experts of the mean layer."""
         return self.sparse * self.experts * self.weights_of_an_expert
@@ -118,7 +118,7 @@ class Decoder:
     def weights_of_an_expert(self) -> int:
         return mlp_weights(self) // self.hidden * (self.expert_hidden or self.hidden) * self.expert_ffn
 
-    @property
+    @cached_property
     def shared_weights(self) -> float:
         """Weights of the mean layer that every token passes, with the router and without norms."""
         return sum(number * self._weights_of(part) for part, number in self.parts.items())
@@ -183,7 +183,7 @@ class Decoder:
         """Weights of a head of multi-token prediction that every token passes."""
         return self.with_head_layers.shared_weights + self.projection_weights
 
-    @property
+    @cached_property
     def with_head_layers(self) -> Self:
         """The same model if all layers were like those of its multi-token prediction: none is dense."""
         if not self.pattern:

@@ -8,6 +8,7 @@ Next: ``read_config.py`` and ``read_arguments.py``, which make models; ``job.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_vocabpar.plan.decoder import Decoder, mlp_weights, scan_widths, widths_of
 from megatron_vocabpar.plan.pattern import ATTENTION, SCANS, layers_in
@@ -20,12 +21,12 @@ _HALF = 2  # bytes of an element in 16 bits
 class Model(Decoder):
     """A decoder with the operations and bytes of a token."""
 
-    @property
+    @cached_property
     def matmul_flops(self) -> float:
         """Operations of the mean layer's products with weights, forward, one token."""
         return product_flops(self.shared_weights) + self.expert_flops
 
-    @property
+    @cached_property
     def expert_flops(self) -> float:
         """Operations of the mean layer's products with weights of routed experts, forward, one token."""
         return product_flops(self.sparse * self.top_k * self.weights_of_an_expert)
@@ -60,7 +61,7 @@ class Model(Decoder):
         scans = [(self.share(part), scan_widths(self, part)) for part in SCANS if self.share(part)]
         return sum(share * (inputs + output) for share, (inputs, _, output) in scans)
 
-    @property
+    @cached_property
     def attention_flops(self) -> float:
         """Operations of the mean layer's attention and scans, forward, one token: scores and use, no mask."""
         query, _, _, output = widths_of(self)
@@ -112,7 +113,7 @@ class Model(Decoder):
         )
         return STEP * (self.layers * layer + self.output_flops + self.mtp_depths * head)
 
-    @property
+    @cached_property
     def activation_bytes(self) -> float:
         """Bytes that the mean layer keeps of one token from forward to backward."""
         parts, per_width = sum(self.parts.values()), 3 if self.gated else 2
@@ -121,7 +122,7 @@ class Model(Decoder):
         kept += self.sparse * (self.top_k * self._kept_by_an_expert(per_width) + per_width * self.shared_ffn)
         return _HALF * kept + self._masks
 
-    @property
+    @cached_property
     def selective_bytes(self) -> float:
         """Bytes that the mean layer keeps of one token under selective recomputation.
 
