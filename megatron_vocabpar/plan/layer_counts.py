@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heapreplace
 from itertools import product
 from typing import NamedTuple
 
@@ -186,9 +187,16 @@ def _filled(
 ) -> tuple[int, ...]:
     """One layer after another to what is shortest then; of equally short ones to the first in ``order``."""
     counts = list(fewest)
+
+    def length(at: int) -> float:
+        return round(counts[at] * layer + lengths[at], 6)
+
+    shortest = [(length(at), place, at) for place, at in enumerate(order)]
+    heapify(shortest)
     for _ in range(layers - sum(counts)):
-        at = min(order, key=lambda k: (round(counts[k] * layer + lengths[k], 6), order.index(k)))
+        _, place, at = shortest[0]
         counts[at] += 1
+        heapreplace(shortest, (length(at), place, at))
     return tuple(counts)
 
 

@@ -8,6 +8,7 @@ last stage has no layer left, and the others wait for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate, combinations_with_replacement, pairwise
 
 from megatron_vocabpar.schedule.times.flops import input_flops, layer_flops, output_flops
@@ -35,10 +36,12 @@ def redistribute(
     loads = [count * layer_work for count in counts]
     loads[0] += first_stage_work
     loads[-1] += last_stage_work
+    shortest = [(load, stage) for stage, load in enumerate(loads)]
+    heapify(shortest)
     for _ in range(layers - sum(counts)):
-        stage = min(range(p), key=lambda s: (loads[s], s))
+        load, stage = shortest[0]
         counts[stage] += 1
-        loads[stage] += layer_work
+        heapreplace(shortest, (load + layer_work, stage))
     return tuple(counts)
 
 
