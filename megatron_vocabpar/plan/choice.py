@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 from megatron_vocabpar.plan.hardware import Hardware
@@ -14,7 +15,7 @@ from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.pattern import layers_in
 from megatron_vocabpar.plan.price import Price, Use, usual_price
-from megatron_vocabpar.plan.stage_memory import GIB, Parameters, StageMemory
+from megatron_vocabpar.plan.stage_memory import GIB, Held, Parameters, StageMemory
 from megatron_vocabpar.plan.times import StageLayers, costs_of_stages, estimated_costs, tail_ms
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -48,9 +49,15 @@ class Request:
     def costs(self, factor: float = 1.0) -> PassCosts:
         """The times of all passes, for even layers; those of layers ``factor`` times as long."""
         if self.measured is None:
+            if factor == 1.0:
+                return self._estimated  # all layouts of a search ask for it
             return estimated_costs(self.model, self.job, self.hardware, factor)
         costs = self.measured if can_pair(self.model, self.job) else replace(self.measured, hidden_ms=0.0)
         return costs.with_layers(factor)
+
+    @cached_property
+    def _estimated(self) -> PassCosts:
+        return estimated_costs(self.model, self.job, self.hardware)
 
     def factor(self, use: Use, price: Price | None = None) -> float:
         """The time of layers over that in ``costs()``, which are those of busy GPUs; ``price`` or its own.
@@ -76,6 +83,7 @@ class Choice:
         iteration_ms: the iteration's time, with the optimizer's step.
         idle: the share of the schedule in which the mean rank waits.
         stages: the memory of each rank at its peak.
+        held: what each rank holds at its peak.
         problem: the reason why it cannot run; the other fields are then empty.
         is_full: it was simulated for all microbatches.
         exact: it was simulated in full, and its time includes all that collectives take from layers.
@@ -96,6 +104,7 @@ class Choice:
     iteration_ms: float = 0.0
     idle: float = 0.0
     stages: tuple[StageMemory, ...] = ()
+    held: tuple[Held, ...] = field(default=(), repr=False)
     problem: str = ""
     is_full: bool = False
     exact: bool = False

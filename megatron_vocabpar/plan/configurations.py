@@ -9,7 +9,8 @@ that is neither faster than these nor near the best of all is not priced (``pric
 the fastest of ours and of Megatron's.
 
 Recomputation, an optimizer on the host and the precision-aware optimizer save memory and cost time or digits.
-A schedule takes the first of ``memory_variants`` with which it fits, in the order of their bounds. Megatron's
+One of our schedules takes the first of ``memory_variants`` with which it fits, in the order of their bounds;
+of Megatron's, whose number of chunks depends on what fits, the fastest of all variants is taken. Megatron's
 FSDP, which has no pipeline, is worked out for all configurations (``fsdp.py``).
 
 The same question always has the same answer: nothing depends on the clock.
@@ -33,7 +34,7 @@ from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, refused
 from megatron_vocabpar.plan.layer_counts import layouts_of
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.plays import quick_stock_choices
+from megatron_vocabpar.plan.plays import peak_gib_with, quick_stock_choices
 from megatron_vocabpar.plan.stage_memory import GIB, RESERVED, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
 from megatron_vocabpar.schedule.make.families import family_named
@@ -51,7 +52,7 @@ from megatron_vocabpar.schedule.words.placement import Placement
 MOST = 128  # configurations that are played
 _NEAR_BEST = 1.03  # estimates over their kind's best that are kept
 BEST = 10
-_MOST_FULL = 8  # full plays of ours, and of Megatron's
+_MOST_FULL = 6  # full plays of ours, and of Megatron's
 _ALIKE = 2  # of them, the most with the same configuration, method and family
 _LAYOUTS = 1  # that every configuration is played with
 OURS = (  # baseline is the quickest to work out; of equally fast ones the first, which holds least, stays
@@ -63,8 +64,7 @@ _OPTIMIZERS = ((0.0, False), (0.0, True), (0.5, False), (1.0, False))
 """(The share of the optimizer on the host, it is precision-aware)."""
 _RECOMPUTE = (("none", 1.0), ("selective", 1.0), *(("full", eighths / 8) for eighths in range(1, 9)))
 """(What is recomputed, the share of layers for which a full recomputation holds)."""
-_DIGITS = 1.03
-"""Moments in 16 bits are taken where everything that changes no digit is this many times as slow, or more."""
+_CLEARLY_MORE = 1.02  # over the limit: another variant may hold a little less
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
 _SHARDED_MICRO_BATCH = (1, 2, 4, 8)  # with FSDP a larger microbatch gathers weights less often
@@ -225,11 +225,7 @@ def _variants(question: Question, job: Job) -> list[tuple[float, Job]]:
         if job.distributed_optimizer or not (offload or precision_aware):
             variant = replace(job, **saved | decided)
             wanted[variant] = bound_ms(question, variant)
-
-    def order(row: tuple[float, Job]) -> float:
-        return row[0] * (_DIGITS if row[1].precision_aware else 1.0)
-
-    return sorted(((bound, variant) for variant, bound in wanted.items()), key=order)
+    return sorted(((bound, variant) for variant, bound in wanted.items()), key=lambda row: row[0])
 
 
 def quick_plays(
@@ -249,13 +245,13 @@ def quick_plays(
             ours += _fitting(question, variants, method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
-        below_ms = min([stock_ms, *map(_ms, stock)])
 
-        def played(request: Request, overlaps: bool = overlaps, below_ms: float = below_ms) -> list[Choice]:
+        def played(request: Request, below_ms: float, overlaps: bool = overlaps) -> list[Choice]:
             layouts = (layout for layout in layouts_of(request) if layout.overlaps == overlaps)
             return quick_stock_choices(request, layouts, below_ms)
 
-        stock += _first_that_fits(question, variants, "stock", played, below_ms)
+        below_ms = min([stock_ms, *map(_ms, stock)])
+        stock += _of_fastest_variant(question, variants, "stock", played, below_ms, alike=False)
     return [*_near_best(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
 
@@ -279,34 +275,47 @@ def _fitting(
     """
     below_ms, near_ms = limits
 
-    def played(request: Request) -> list[Choice]:
+    def played(request: Request, below_ms: float) -> list[Choice]:
         return choices_of(request, method, family, below_ms=below_ms, near_ms=near_ms, most=most)
 
-    return _first_that_fits(question, variants, family, played, below_ms)
+    return _of_fastest_variant(question, variants, family, played, below_ms, alike=True)
 
 
-def _first_that_fits(
+def _of_fastest_variant(
     question: Question,
     variants: Sequence[tuple[float, Job]],
     family: str,
-    played: Callable[[Request], list[Choice]],
+    played: Callable[[Request, float], list[Choice]],
     below_ms: float,
+    *,
+    alike: bool,
 ) -> list[Choice]:
-    """What fits in the first of a job's variants in which any fits, but for those that take ``below_ms``."""
-    needed_gib = 0.0
+    """What fits in the variant of a job that is the fastest, if it takes less than ``below_ms``.
+
+    Variants come by their bounds. If their schedules are ``alike``, the first in which any fits is the
+    fastest; else the first whose bound is not below the fastest ends the search. A variant that would not fit
+    with as many microbatches as one that did not is not played.
+    """
+    needed_gib, lightest, best = 0.0, None, []
     for bound, variant in variants:
         if bound >= below_ms:
-            continue
+            break
         if not _fits_with(question, variant, _LEAST_HELD[family] * variant.p, mean=True):
             needed_gib = needed_gib or question.limit_gib
             continue
+        if lightest and peak_gib_with(lightest, variant) > _CLEARLY_MORE * question.limit_gib:
+            continue
         request = Request(question.model, variant, question.hardware, question.limit_gib)
-        choices = [choice for choice in played(request) if not choice.problem]
+        choices = [choice for choice in played(request, below_ms) if not choice.problem]
         fitting = [replace(choice, needed_gib=needed_gib) for choice in choices if choice.fits]
-        if fitting or not choices:
+        if alike and (fitting or not choices):
             return fitting
-        needed_gib = min(choice.peak_gib for choice in choices)
-    return []
+        if fitting and min(map(_ms, fitting)) < below_ms:
+            best, below_ms = fitting, min(map(_ms, fitting))
+        elif choices and not fitting:
+            lightest = min(choices, key=lambda choice: choice.peak_gib)
+            needed_gib = lightest.peak_gib
+    return best
 
 
 def _ms(choice: Choice) -> float:
@@ -408,14 +417,19 @@ def _times(best: Mapping[Kind, Choice], stock: bool) -> list[float]:
 def _play_side_in_full(played: list[Choice], stock: bool) -> list[Choice]:
     """Ours or Megatron's, with what could be the fastest of them played in full.
 
-    What then does not fit, or is estimated below the best and was not played in full, is left out.
+    What then does not fit, or is estimated below the best and was not played in full, is left out. Of choices
+    that take equally long with the same layout, such as with experts over four and over eight GPUs of a node,
+    only the first stays.
     """
-    alike = Counter[tuple[object, ...]]()
+    alike, lasting = Counter[tuple[object, ...]](), set[tuple[object, ...]]()
     side = []
     for choice in sorted((choice for choice in played if choice.stock == stock), key=_ms):
-        same = choice.request.job, choice.method, choice.family
+        schedule = choice.method, choice.family
+        same, equal = (choice.request.job, *schedule), (*schedule, choice.layers, _ms(choice))
         alike[same] += 1
-        side += [choice] if alike[same] <= _ALIKE else []
+        if alike[same] <= _ALIKE and equal not in lasting:
+            lasting.add(equal)
+            side.append(choice)
     ranked = fastest(side, most=_MOST_FULL)
     least = min((choice.known_ms for choice in ranked if choice.is_full), default=inf)
     return [choice for choice in ranked if choice.fits and (choice.is_full or _ms(choice) >= least)]

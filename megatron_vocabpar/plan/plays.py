@@ -27,9 +27,10 @@ from megatron_vocabpar.plan.choice import (
     longest_tail_ms,
     priced_ms,
 )
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of, move_bars
 from megatron_vocabpar.plan.price import Use, allowed_ms, fewest_channels
-from megatron_vocabpar.plan.stage_memory import Bytes, Held, held_by_stages, parameters_of, stage_memory
+from megatron_vocabpar.plan.stage_memory import GIB, Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
@@ -201,9 +202,24 @@ def _choice(
         length_ms + after,
         1.0 - use.busy,
         tuple(stages),
+        tuple(held),
         tail_ms=after,
         use=use,
     )
+
+
+def peak_gib_with(choice: Choice, job: Job) -> float:
+    """The GiB of the rank with most, if ranks held what they do in ``choice`` and ``job`` were its job."""
+    model, chunks = choice.request.model, len(choice.layers) // job.p
+    if choice.method == STOCK:
+        method, placement = method_named(BASELINE), Placement(job.p, chunks, "standard")
+    else:
+        method, placement = (
+            method_named(choice.method),
+            Placement(job.p, chunks, family_named(choice.family).shape),
+        )
+    stages = stage_memory(model, job, method, placement, choice.layers, choice.held)
+    return max(stage.total for stage in stages) / GIB
 
 
 def _tail_ms(request: Request, method: Method, family: Family, layers: tuple[int, ...]) -> float:
@@ -305,12 +321,13 @@ def stock_choice(request: Request, layout: StockLayout) -> Choice:
     model, job, baseline = request.model, request.job, method_named(BASELINE)
     placement = Placement(job.p, layout.chunks, "standard")
     order = job.p, _quick_microbatches(request), layout.chunks, layout.overlaps
-    held = map(Held, _peaks(*order, tuple(held_by_stages(model, job, layout.layers))))
-    stages = tuple(stage_memory(model, job, baseline, placement, layout.layers, [*held], Bytes()))
+    held = tuple(map(Held, _peaks(*order, tuple(held_by_stages(model, job, layout.layers)))))
+    stages = tuple(stage_memory(model, job, baseline, placement, layout.layers, held, Bytes()))
     parameters = parameters_of(model, job, baseline, placement, layout.layers)
     after = longest_tail_ms(job, request.hardware, parameters, request.costs())
-    choice = Choice(request, STOCK, layout.name, layout.layers, inf, stages=stages, flags=layout.flags)
-    choice = replace(choice, tail_ms=after)
+    choice = Choice(
+        request, STOCK, layout.name, layout.layers, inf, 0.0, stages, held, flags=layout.flags, tail_ms=after
+    )
     if not choice.fits:
         return choice
     times = _stock_times(choice)
@@ -359,7 +376,7 @@ def _stock_times(choice: Choice) -> PassTimes:
     job = choice.request.job
     placement = Placement(job.p, len(choice.layers) // job.p, "standard")
     frame = Schedule(method_named(BASELINE), placement, job.m)
-    return PassTimes.of(costs_of(choice.request, choice.layers), frame, splits_w=False)
+    return PassTimes.of(costs_of(choice.request, choice.layers), frame, splits_w=False, pairs=choice.pairs)
 
 
 def _stock_layers_share(choice: Choice, work_ms: float) -> float:

@@ -234,10 +234,13 @@ class PassTimes:
     hidden: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @staticmethod
-    def of(costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None) -> PassTimes:
+    def of(
+        costs: PassCosts, schedule: Schedule, *, splits_w: bool | None = None, pairs: bool = True
+    ) -> PassTimes:
         """Read ``costs`` for one schedule, or a frame.
 
-        ``splits_w`` says whether W is split from B; by default the schedule's passes do.
+        ``splits_w`` says whether W is split from B; by default the schedule's passes do. Without ``pairs``,
+        no F runs together with a B, and nothing is hidden.
 
         Raises:
             ValueError: if a list of times does not have one entry per rank, or the costs say nothing
@@ -258,7 +261,7 @@ class PassTimes:
         for name, row in rows.items():
             if not all(0.0 <= time <= _MOST_MS for time in row):
                 raise ValueError(f"costs: {name} takes {max(row)} ms; give times from 0 to {_MOST_MS:g} ms")
-        return PassTimes(passes, comms, _hidden(costs, schedule, passes))
+        return PassTimes(passes, comms, _hidden(costs, schedule, passes) if pairs else {})
 
     @staticmethod
     def benign(schedule: Schedule) -> PassTimes:
@@ -348,11 +351,11 @@ def _hidden(
     else:
         whole, shares = spread(costs.hidden_ms, schedule.p, "hidden_ms"), _shares(costs, schedule)
         of_stage = [whole[placement.rank_of(stage)] * share / chunks for stage, share in enumerate(shares)]
-    hidden = {}
+    hidden, of_forward, of_backward = {}, passes[PassType.F], passes[PassType.B]
     for rank in range(schedule.p):
         for forward, backward in product(placement.stages_of(rank), repeat=2):
             ms = hidden[forward, backward] = min(of_stage[forward], of_stage[backward])
-            least = min(passes[PassType.F][forward], passes[PassType.B][backward])
+            least = min(of_forward[forward], of_backward[backward])
             if ms > least * (1.0 + _ROUNDING):
                 raise ValueError(
                     f"costs: hidden_ms lets F and B of a chunk on rank {rank} hide {ms:g} ms of each other, "
