@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from math import ceil
 from typing import Any
 
 from rich.console import Console
@@ -37,7 +36,7 @@ from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
 from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import MOST, Question
-from megatron_vocabpar.plan.job import refused
+from megatron_vocabpar.plan.job import refused, repeated_layers
 from megatron_vocabpar.plan.plays import stock_choices
 from megatron_vocabpar.plan.stage_memory import GIB
 from megatron_vocabpar.schedule.times.costs import PassCosts
@@ -356,12 +355,10 @@ def _job_arguments(choice: Choice) -> list[str]:
 def _recompute(choice: Choice) -> list[str]:
     model, job = choice.request.model, choice.request.job
     if job.recompute == "full" and job.recomputed < 1.0:
-        longest = max(choice.layers, default=-(-model.layers // job.p))
-        layers = ceil(job.recomputed * longest)
         return [
             "--recompute-granularity full",
             "--recompute-method block",
-            f"--recompute-num-layers {layers}",
+            f"--recompute-num-layers {repeated_layers(job, choice.layers)}",
         ]
     if job.recompute == "full":
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]

@@ -31,7 +31,7 @@ from megatron_vocabpar.plan.choice import Choice, Request, longest_tail_ms
 from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
 from megatron_vocabpar.plan.fsdp import fsdp_choices
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.job import Job, can_pair, refused
+from megatron_vocabpar.plan.job import Job, can_pair, in_whole_layers, refused
 from megatron_vocabpar.plan.layer_counts import layouts_of
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import peak_gib_with, quick_stock_choices
@@ -162,10 +162,14 @@ def _jobs(question: Question, micro_batches: Sequence[int] | None = None) -> Ite
 
 def bound_ms(question: Question, job: Job) -> float:
     """The ms that no schedule can undercut: the passes of the mean rank, and the optimizer's step."""
-    model, gpu = question.model, question.hardware
+    costs = estimated_costs(question.model, job, question.hardware)
+    return job.m * _work_ms(question, job, costs) + _step_ms(question, job)
+
+
+def _step_ms(question: Question, job: Job) -> float:
     replicas = job.d * job.c if job.distributed_optimizer else 1
-    step = step_ms(model.parameters / (job.p * job.t * replicas), gpu, offload=job.offload)
-    return job.m * _work_ms(question, job, estimated_costs(model, job, gpu)) + step
+    updated = question.model.parameters / (job.p * job.t * replicas)
+    return step_ms(updated, question.hardware, offload=job.offload)
 
 
 def expected_ms(question: Question, job: Job) -> float:
@@ -210,9 +214,14 @@ def memory_variants(question: Question, job: Job) -> list[Job]:
     return [variant for _, variant in _variants(question, job)]
 
 
-def _variants(question: Question, job: Job) -> list[tuple[float, Job]]:
-    """``memory_variants``, each with its bound in ms."""
+def _variants(question: Question, job: Job, chunks: int = 0) -> list[tuple[float, Job]]:
+    """``memory_variants``, each with its bound in ms.
+
+    With a number of ``chunks`` a rank, recomputation is of whole layers of stages that are equally long.
+    """
     fixed: Mapping[str, Any] = question.fixed
+    layers = (-(-question.model.layers // (job.p * chunks)),) if chunks else ()
+    works_ms: dict[tuple[str, float], float] = {}  # of a microbatch: the optimizer changes nothing there
     wanted = {}
     for (offload, precision_aware), (recompute, recomputed) in product(_OPTIMIZERS, _RECOMPUTE):
         saved: dict[str, Any] = {
@@ -224,7 +233,12 @@ def _variants(question: Question, job: Job) -> list[tuple[float, Job]]:
         decided = {name: fixed[name] for name in saved if name in fixed}
         if job.distributed_optimizer or not (offload or precision_aware):
             variant = replace(job, **saved | decided)
-            wanted[variant] = bound_ms(question, variant)
+            variant = in_whole_layers(variant, layers) if layers else variant
+            key = variant.recompute, variant.recomputed
+            if key not in works_ms:
+                costs = estimated_costs(question.model, variant, question.hardware)
+                works_ms[key] = variant.m * _work_ms(question, variant, costs)
+            wanted[variant] = works_ms[key] + _step_ms(question, variant)
     return sorted(((bound, variant) for variant, bound in wanted.items()), key=lambda row: row[0])
 
 
@@ -237,12 +251,15 @@ def quick_plays(
     ``best_ms``, the least known of all configurations, what comes near it stays.
     """
     ours: list[Choice] = []
-    variants = _variants(question, job)
-    for method, family in OURS if job.p > 1 else ():
-        if can_pair(question.model, job) or not family_named(family).pairs:
+    possible = OURS if job.p > 1 else ()
+    numbers = {0, *(family_named(family).chunks for _, family in possible)}
+    variants = {chunks: _variants(question, job, chunks) for chunks in numbers}
+    for method, family in possible:
+        of_family = family_named(family)
+        if can_pair(question.model, job) or not of_family.pairs:
             least = min(map(_ms, ours), default=inf)
             limits = min(ours_ms, least), _NEAR_BEST * min(best_ms, least)
-            ours += _fitting(question, variants, method, family, limits, _LAYOUTS)
+            ours += _fitting(question, variants[of_family.chunks], method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
 
@@ -251,7 +268,7 @@ def quick_plays(
             return quick_stock_choices(request, layouts, below_ms)
 
         below_ms = min([stock_ms, *map(_ms, stock)])
-        stock += _of_fastest_variant(question, variants, "stock", played, below_ms, alike=False)
+        stock += _of_fastest_variant(question, variants[0], "stock", played, below_ms, alike=False)
     return [*_near_best(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
 
@@ -384,9 +401,8 @@ def _other_plays(question: Question, played: list[Choice]) -> list[Choice]:
                 if key not in asked:
                     asked.add(key)
                     least = min(map(_ms, [*near, *further]))
-                    further += _fitting(
-                        question, _variants(question, job), method, family, (least, _NEAR_BEST * least)
-                    )
+                    variants = _variants(question, job, family_named(family).chunks)
+                    further += _fitting(question, variants, method, family, (least, _NEAR_BEST * least))
     return further
 
 

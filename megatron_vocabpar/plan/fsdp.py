@@ -23,7 +23,7 @@ from itertools import product
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
 from megatron_vocabpar.plan.hardware import Group, gather_ms
-from megatron_vocabpar.plan.job import OVERLAP, can_pair
+from megatron_vocabpar.plan.job import OVERLAP, can_pair, in_whole_layers
 from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stage_memory import Bytes, Held, parameters_of, stage_memory
 from megatron_vocabpar.plan.times import step_ms
@@ -46,7 +46,8 @@ def fsdp_choices(request: Request) -> Iterator[Choice]:
 
     Those whose memory does not fit are among them; the times of all are complete.
     """
-    job = request.job
+    job = in_whole_layers(request.job, (request.model.layers,))
+    request = replace(request, job=job)
     around = job.d * job.c
     if around == 1:
         return

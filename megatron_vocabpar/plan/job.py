@@ -8,14 +8,15 @@ Next: ``hardware.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_vocabpar.plan.model import Model
 
 RECOMPUTE = ("none", "selective", "full")
 OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """Megatron's flags that hide the exchange between experts; the second is for W in B, which it delays."""
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Job:
         recompute: ``none``; ``selective``: norms, activation functions and dense MLPs run again; ``full``:
             layers keep only their input.
         recomputed: of full recomputation, the share of layers whose forward runs again; the others keep all.
+            Megatron counts whole layers, see ``in_whole_layers``.
         offload: the share of optimizer states on the host, which runs their part of the optimizer's step.
         precision_aware: gradients and Adam's moments are in 16 bits, and weights of the optimizer in 32.
         tp_overlap: tensor parallelism communicates beside products, where W is not split off.
@@ -85,6 +87,24 @@ class Job:
         """The numbers of ranks that hold the same weights outside experts, and the same expert."""
         around = self.d * self.c
         return around, around * self.t // (self.e * self.expert_tensor)
+
+
+def in_whole_layers(job: Job, layers: Sequence[int]) -> Job:
+    """The job with the share of layers that Megatron runs again; ``layers`` counts those of each stage."""
+    if job.recompute != "full" or job.recomputed == 1.0:
+        return job
+    again = repeated_layers(job, layers)
+    return replace(job, recomputed=sum(min(again, count) for count in layers) / sum(layers))
+
+
+def repeated_layers(job: Job, layers: Sequence[int]) -> int:
+    """The least ``--recompute-num-layers`` with which at least the job's share of layers runs again.
+
+    Megatron repeats so many layers of each stage, or all of a shorter one.
+    """
+    least = (job.recomputed - _ROUNDING) * sum(layers)
+    numbers = range(1, max(layers) + 1)
+    return next(number for number in numbers if sum(min(number, count) for count in layers) >= least)
 
 
 def divisors(number: int, most: int = 0) -> str:

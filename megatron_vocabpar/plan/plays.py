@@ -27,7 +27,7 @@ from megatron_vocabpar.plan.choice import (
     longest_tail_ms,
     priced_ms,
 )
-from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.job import Job, in_whole_layers
 from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of, move_bars
 from megatron_vocabpar.plan.price import Use, allowed_ms, fewest_channels
 from megatron_vocabpar.plan.stage_memory import GIB, Bytes, Held, held_by_stages, parameters_of, stage_memory
@@ -69,9 +69,11 @@ def played(
     Raises:
         ValueError: if it cannot run.
     """
-    if family.splits_w and request.job.tp_overlap:  # Transformer Engine cannot delay W beside it
-        request = replace(request, job=replace(request.job, tp_overlap=False))
-    job = request.job
+    job = in_whole_layers(request.job, layers)
+    if family.splits_w and job.tp_overlap:  # Transformer Engine cannot delay W beside it
+        job = replace(job, tp_overlap=False)
+    if job != request.job:
+        request = replace(request, job=job)
     m = min(job.m, microbatches or request.trial_microbatches)
     costs = costs_of(request, layers)
     problem = _problem(request, method, family, costs, m)
@@ -318,7 +320,10 @@ def stock_choice(request: Request, layout: StockLayout) -> Choice:
 
     The bound is ``iteration_ms``; it is ``inf`` if the choice does not fit.
     """
-    model, job, baseline = request.model, request.job, method_named(BASELINE)
+    model, baseline = request.model, method_named(BASELINE)
+    job = in_whole_layers(request.job, layout.layers)
+    if job != request.job:
+        request = replace(request, job=job)
     placement = Placement(job.p, layout.chunks, "standard")
     order = job.p, _quick_microbatches(request), layout.chunks, layout.overlaps
     held = tuple(map(Held, _peaks(*order, tuple(held_by_stages(model, job, layout.layers)))))

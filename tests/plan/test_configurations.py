@@ -159,11 +159,12 @@ def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
 
 @pytest.mark.slow
 def test_a_search_plays_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,777 orders of 128 configurations, on a pipeline of up to 32 ranks."""
+    """1,308 orders of ours, and 1,250 of Megatron's with every number of chunks, of 128 configurations."""
     model, gpu = model_preset("glm-4.5"), hardware_named("GB300")
     plays = counted(monkeypatch)
     assert best_configurations(Question(model, gpu, 64, usual_batch(model, 64), gpu.memory_gib))
-    assert len(plays) <= 2_800
+    assert plays.count("_try") <= 1_400
+    assert plays.count("run_passes") <= 1_300
 
 
 def test_the_same_question_has_the_same_answer() -> None:

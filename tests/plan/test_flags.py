@@ -18,7 +18,8 @@ from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.given import read_words
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.plays import stock_choices
+from megatron_vocabpar.plan.layer_counts import StockLayout
+from megatron_vocabpar.plan.plays import play_stock, stock_choice, stock_choices
 from megatron_vocabpar.plan.read_config import model_preset, model_presets
 from tests.support.megatron_parser import PLAIN
 from tests.support.recorded_arguments import recorded
@@ -49,6 +50,30 @@ def test_every_flag_is_one_of_megatrons(name: str) -> None:
     assert versions
     for version, known in (versions if model.pattern else recorded()).items():
         assert names <= known, version
+
+
+@pytest.mark.parametrize(
+    ("layers", "number", "share"),
+    [((8, 8), 1, 1 / 8), ((5, 5), 1, 1 / 5), ((1, 1), 0, 1.0), ((3, 1, 1, 1), 1, 4 / 6), ((9, 7), 1, 2 / 16)],
+)
+def test_what_is_planned_to_run_again_is_what_the_flag_repeats(
+    layers: tuple[int, ...], number: int, share: float
+) -> None:
+    """Megatron repeats whole layers of every stage: an eighth of one layer is all of it."""
+    model = replace(model_preset("llama-3.1-8b"), layers=sum(layers))
+    job = Job(p=2, d=2, m=8, distributed_optimizer=True, recompute="full", recomputed=1 / 8)
+    request = Request(model, job, H100, 1e6)
+    layout = StockLayout("1f1b", len(layers) // 2, layers, ())
+    choice = play_stock(stock_choice(request, layout))
+    assert choice.request.job.recomputed == pytest.approx(share)
+    flags = flags_of(choice)
+    if number:
+        assert f"--recompute-num-layers {number}" in flags
+        assert "--recompute-method block" in flags
+    else:
+        assert "--recompute-method uniform" in flags
+    whole = replace(choice.request, job=replace(job, recomputed=share))
+    assert play_stock(stock_choice(whole, layout)).iteration_ms == pytest.approx(choice.iteration_ms)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "v-zb"])
