@@ -31,6 +31,8 @@ GPUS = (8, 64, 512)
 FURTHER = (
     ("llama-3.1-8b", 8, "L40S"),
     ("gemma-2-9b", 8, "L40S"),
+    ("nemotron-4-15b", 8, "L40S"),
+    ("gemma-2-9b", 8, "A100-PCIE-40GB"),
     ("llama-3.1-8b", 8, "RTX-4090"),
     ("gemma-3-27b", 8, "RTX-4090"),
     ("gemma-3-27b", 8, "RTX-PRO-6000"),

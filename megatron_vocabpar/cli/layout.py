@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, click_options
+from megatron_vocabpar.cli.given_layout import checked_layout
 from megatron_vocabpar.cli.job_options import LayoutOptions, checked_options
 from megatron_vocabpar.cli.plan import (
     MEGATRON_ARGUMENTS,
@@ -25,14 +26,13 @@ from megatron_vocabpar.cli.plan import (
     model_of,
 )
 from megatron_vocabpar.cli.plan_gpus import progress_bar, question_of, switches_of
-from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
 from megatron_vocabpar.plan.advice import nothing_fits, remedies, sizes_of, stock_best
 from megatron_vocabpar.plan.answer import choice_json, flags_of, folded
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import Question, best_configurations, memory_variants
 from megatron_vocabpar.plan.job import refused
-from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of
+from megatron_vocabpar.plan.layer_counts import layouts_of
 from megatron_vocabpar.plan.plays import play_in_full, play_stock, quick_stock_choices, stock_choice
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
 from megatron_vocabpar.plan.stage_memory import GIB
@@ -114,7 +114,7 @@ def _searched(question: Question, options: dict[str, Any]) -> LayoutAnswer:
 def _answer(request: Request, decided: dict[str, Any], options: dict[str, Any]) -> LayoutAnswer:
     """The best layout of a job whose sizes are given."""
     job, chunks, given_layout = request.job, options["chunks"], options["given_layout"]
-    checked = None if given_layout is None else _checked(request, given_layout)
+    checked = None if given_layout is None else checked_layout(request, given_layout, "--check")
     question = Question(request.model, request.hardware, job.gpus, job.m * job.d, request.limit_gib, decided)
     best = as_given = _best(request, chunks)
     changed = request
@@ -156,39 +156,6 @@ def _best(request: Request, chunks: int | None) -> Choice:
         return choose(fitting, play_in_full, most=1)[0]
     unlimited = quick_stock_choices(replace(request, limit_gib=inf), layouts)
     return replace(choose(unlimited, play_in_full, most=0)[0], request=request)
-
-
-def _checked(request: Request, layout: str) -> StockLayout:
-    """The layout, if Megatron takes it.
-
-    Raises:
-        ValueError: if it has other layers, has them where Megatron does not, or cannot run the microbatches.
-    """
-    model, p = request.model, request.job.p
-    counts = layers_of(layout)
-    chunks, left = divmod(len(counts), p)
-    if model.pattern:
-        raise ValueError(
-            f"--check {layout}: bars in its pattern place the layers of {model.name}; leave it out"
-        )
-    if order := other_order(layout, model.layers, model.mtp_depths):
-        raise ValueError(
-            f"--check {layout}: in order it has {order.given}, but {model.name} has {order.wanted}; write "
-            "these letters, with | between stages"
-        )
-    if left:
-        raise ValueError(f"--check {layout}: {len(counts)} stages; give a multiple of {p}")
-    if chunks > 1 and (p == 1 or request.job.m % p):
-        raise ValueError(
-            f"--check {layout}: Megatron has no schedule of {chunks} model chunks on each of {p} ranks with "
-            f"{request.job.m} microbatches; write {p} stages, or give --microbatches that --pp divides"
-        )
-    if heads_elsewhere(layout, p):
-        raise ValueError(
-            f"--check {layout}: Megatron keeps all m together, in the last model chunk of a rank; write them "
-            f"into one of the last {p} stages"
-        )
-    return StockLayout("the given layout", chunks, counts, ())
 
 
 def _lines(answer: LayoutAnswer, options: dict[str, Any]) -> Iterator[str]:

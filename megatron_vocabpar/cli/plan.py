@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, click_options, tell
+from megatron_vocabpar.cli.given_layout import layout_of_arguments
 from megatron_vocabpar.cli.job_options import PlanOptions, checked_options
 from megatron_vocabpar.plan.answer import answer_for_job, answer_json, print_answer
 from megatron_vocabpar.plan.choice import Request
@@ -66,9 +67,10 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
         ctx.exit(0 if found else NOTHING_FITS)
     job = job_from_arguments(given, options)
     costs, price = _measured(options["costs_file"])
-    notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     request = Request(model, job, gpu, limit, costs, price)
-    answer = answer_for_job(request, notes, workers=min(WORKERS, os.cpu_count() or 1))
+    own = layout_of_arguments(given, options, request)
+    notes += [*other_gpus(given, job.gpus), *unused(given, options)]
+    answer = answer_for_job(request, notes, own, workers=min(WORKERS, os.cpu_count() or 1))
     if output_format == "json":
         click.echo(answer_json(answer))
     else:

@@ -37,7 +37,8 @@ from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import MOST, Question
 from megatron_vocabpar.plan.job import refused, repeated_layers
-from megatron_vocabpar.plan.plays import stock_choices
+from megatron_vocabpar.plan.layer_counts import StockLayout
+from megatron_vocabpar.plan.plays import play_stock, stock_choice, stock_choices
 from megatron_vocabpar.plan.stage_memory import GIB
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import text_table
@@ -100,15 +101,20 @@ class PlanAnswer:
     notes: Sequence[str] = field(default=())
 
 
-def answer_for_job(request: Request, notes: Sequence[str] = (), *, workers: int = 1) -> PlanAnswer:
+def answer_for_job(
+    request: Request, notes: Sequence[str] = (), own: StockLayout | None = None, *, workers: int = 1
+) -> PlanAnswer:
     """Try every choice, in ``workers`` processes; the best of them, or what would make one fit.
+
+    ``own`` is the layout that the user has by now, with which Megatron's schedule is a row, too.
 
     Raises:
         ValueError: if Megatron would refuse the model with these sizes; the message has a remedy.
     """
     for problem in refused(request.model, request.job):
         raise ValueError(problem)
-    choices = (*all_choices(request, workers=workers), *stock_choices(request))
+    given = [] if own is None else [play_stock(stock_choice(request, own))]
+    choices = (*all_choices(request, workers=workers), *stock_choices(request), *given)
     best = best_of(choices)
     judged = verdict([choice for choice in choices if choice.exact and choice.fits])
     why = reasons(choices, best) if best else redistribution(choices)

@@ -1,0 +1,117 @@
+"""The layout of layers that a script's flags or ``--check`` name, as the planner plays it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.given import Given
+from megatron_vocabpar.plan.layer_counts import StockLayout
+
+_LAYOUT = "pipeline-model-parallel-layout"
+_FIRST, _LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
+_COUNTED = tuple(f"account-for-{end}-in-pipeline-split" for end in ("embedding", "loss"))
+
+
+def layout_of_arguments(given: Given, options: Mapping[str, Any], request: Request) -> StockLayout | None:
+    """The layout that Megatron's arguments place layers with; None if they say nothing of it.
+
+    Numbers of chunks count, too. With another ``--pp`` than the arguments' own these stay unread.
+
+    Raises:
+        ValueError: if Megatron would refuse it; the message says what to give instead.
+    """
+    model, p = request.model, request.job.p
+    if options["pp"] is not None or model.pattern or p == 1:
+        return None
+    if _LAYOUT in given:
+        text = given.text(_LAYOUT)
+        layout = checked_layout(request, text, f"--{_LAYOUT}")
+        return layout._replace(name="as given", flags=(f"--{_LAYOUT} '{text}'",))
+    chunks = _chunks(given, model.layers, p)
+    named = [name for name in (_FIRST, _LAST) if name in given]
+    counted = [name in given for name in _COUNTED]
+    if not (named or any(counted) or chunks > 1):
+        return None
+    if named and any(counted):
+        raise ValueError(
+            f"{given.source}: --{named[0]} counts layers, so the embedding and the loss cannot count as some; "
+            "leave out --account-for-…-in-pipeline-split"
+        )
+    flags = [*(f"--{name} {given.text(name)}" for name in named)]
+    flags += [f"--{name}" for name, is_counted in zip(_COUNTED, counted, strict=True) if is_counted]
+    flags += [f"--num-virtual-stages-per-pipeline-rank {chunks}"] if chunks > 1 else []
+    ends = [given.number(name) if name in given else None for name in (_FIRST, _LAST)]
+    ranks = _of_ranks(model.layers + sum(counted), p, ends, given.source)
+    if left := [count for count in ranks if count % chunks]:
+        raise ValueError(
+            f"{given.source}: {left[0]} layers of a rank do not divide into {chunks} model chunks; give "
+            "another --num-virtual-stages-per-pipeline-rank"
+        )
+    _check_rounds(request, chunks, given.source)
+    counts = [count // chunks for _ in range(chunks) for count in ranks]
+    counts[0] -= counted[0]
+    counts[-1] -= counted[1]
+    return StockLayout("as given", chunks, tuple(counts), tuple(flags))
+
+
+def _chunks(given: Given, layers: int, p: int) -> int:
+    """The model chunks of a rank."""
+    if "num-layers-per-virtual-pipeline-stage" in given:
+        return max(1, layers // p // given.number("num-layers-per-virtual-pipeline-stage"))
+    return given.number("num-virtual-stages-per-pipeline-rank", 1)
+
+
+def _of_ranks(layers: int, p: int, ends: list[int | None], source: str) -> list[int]:
+    """The layers of each rank: those given for the first and the last one, the others even."""
+    first, last = ends
+    others = p - sum(end is not None for end in ends)
+    rest = layers - sum(end or 0 for end in ends)
+    if rest < 0 or (rest % others if others else rest):
+        raise ValueError(
+            f"{source}: {rest} layers do not divide over {others} pipeline ranks; give another --{_FIRST} or "
+            f"--{_LAST}, or a --{_LAYOUT}"
+        )
+    even = rest // others if others else 0
+    return [even if first is None else first, *[even] * (p - 2), even if last is None else last]
+
+
+def checked_layout(request: Request, layout: str, flag: str) -> StockLayout:
+    """The layout that ``flag`` names, if Megatron takes it.
+
+    Raises:
+        ValueError: if it has other layers, has them where Megatron does not, or cannot run the microbatches.
+    """
+    model, p = request.model, request.job.p
+    counts = layers_of(layout)
+    chunks, left = divmod(len(counts), p)
+    if model.pattern:
+        raise ValueError(
+            f"{flag} {layout}: bars in its pattern place the layers of {model.name}; leave it out"
+        )
+    if order := other_order(layout, model.layers, model.mtp_depths):
+        raise ValueError(
+            f"{flag} {layout}: in order it has {order.given}, but {model.name} has {order.wanted}; write "
+            "these letters, with | between stages"
+        )
+    if left:
+        raise ValueError(f"{flag} {layout}: {len(counts)} stages; give a multiple of {p}")
+    _check_rounds(request, chunks, f"{flag} {layout}")
+    if heads_elsewhere(layout, p):
+        raise ValueError(
+            f"{flag} {layout}: Megatron keeps all m together, in the last model chunk of a rank; write them "
+            f"into one of the last {p} stages"
+        )
+    return StockLayout("the given layout", chunks, counts, ())
+
+
+def _check_rounds(request: Request, chunks: int, words: str) -> None:
+    """Refuse what Megatron has no schedule for, by ValueError."""
+    p, m = request.job.p, request.job.m
+    if chunks > 1 and (p == 1 or m % p):
+        raise ValueError(
+            f"{words}: Megatron has no schedule of {chunks} model chunks on each of {p} ranks with {m} "
+            f"microbatches; write {p} stages, or give --microbatches that --pp divides"
+        )
