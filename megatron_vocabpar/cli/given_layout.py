@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.layer_counts import StockLayout
 
+_SIZE = "pipeline-model-parallel-size"
 _LAYOUT = "pipeline-model-parallel-layout"
 _FIRST, _LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
 _COUNTED = tuple(f"account-for-{end}-in-pipeline-split" for end in ("embedding", "loss"))
 
 
-def layout_of_arguments(given: Given, options: Mapping[str, Any], request: Request) -> StockLayout | None:
+def layout_of_arguments(given: Given, request: Request) -> StockLayout | None:
     """The layout that Megatron's arguments place layers with; None if they say nothing of it.
 
-    Numbers of chunks count, too. With another ``--pp`` than the arguments' own these stay unread.
+    Numbers of chunks count, too. Flags for another pipeline size than the job's stay unread.
 
     Raises:
         ValueError: if Megatron would refuse it; the message says what to give instead.
     """
     model, p = request.model, request.job.p
-    if options["pp"] is not None or model.pattern or p == 1:
+    if given.number(_SIZE, p) != p or model.pattern or p == 1:
         return None
     if _LAYOUT in given:
         text = given.text(_LAYOUT)
@@ -37,7 +35,7 @@ def layout_of_arguments(given: Given, options: Mapping[str, Any], request: Reque
         return None
     if named and any(counted):
         raise ValueError(
-            f"{given.source}: --{named[0]} counts layers, so the embedding and the loss cannot count as some; "
+            f"{given.source}: --{named[0]} counts layers, so embedding and loss cannot count as some; "
             "leave out --account-for-…-in-pipeline-split"
         )
     flags = [*(f"--{name} {given.text(name)}" for name in named)]

@@ -68,7 +68,7 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
     job = job_from_arguments(given, options)
     costs, price = _measured(options["costs_file"])
     request = Request(model, job, gpu, limit, costs, price)
-    own = layout_of_arguments(given, options, request)
+    own = layout_of_arguments(given, request)
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     answer = answer_for_job(request, notes, own, workers=min(WORKERS, os.cpu_count() or 1))
     if output_format == "json":

@@ -134,3 +134,41 @@ def test_recomputation_is_full_where_nothing_follows() -> None:
     command = plan.plan_command
     for words, value in ((["--recompute"], "full"), (["--recompute", "none"], "none"), ([], None)):
         assert command.make_context("plan", words).params["recompute"] == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--pipeline-model-parallel-layout Et*3|t*4|t*4|tL", [3, 4, 4, 1]),
+        ("--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 1", [5, 3, 3, 1]),
+        ("--decoder-last-pipeline-num-layers 3", [3, 3, 3, 3]),
+        ("--num-virtual-stages-per-pipeline-rank 3", [1] * 12),
+        ("--num-layers-per-virtual-pipeline-stage 1", [1] * 12),
+    ],
+)
+def test_the_layout_of_a_script_is_a_row(flags: str, layers: list[int]) -> None:
+    asked = words(4, 8, 12, 32000, "--format", "json")
+    answer = json.loads(run(*asked, *flags.split()).output)
+    (row,) = [choice for choice in answer["choices"] if choice["family"] == "as given"]
+    assert row["layers_per_stage"] == layers
+    assert row["exact"]
+    assert row["stock"]
+    assert not any("pipeline-model-parallel-layout" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--pipeline-model-parallel-layout Et*3|t*4|t*4|L", "in order it has E t*11 L"),
+        ("--decoder-first-pipeline-num-layers 4", "8 layers do not divide over 3 pipeline ranks"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "3 layers of a rank do not divide into 2 model chunks"),
+        (
+            "--decoder-first-pipeline-num-layers 3 --account-for-loss-in-pipeline-split",
+            "embedding and loss cannot count as some",
+        ),
+    ],
+)
+def test_a_layout_that_megatron_refuses_is_refused(flags: str, says: str) -> None:
+    result = run(*words(4, 8, 12, 32000), *flags.split())
+    assert result.exit_code == 2
+    assert says in result.output
