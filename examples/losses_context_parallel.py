@@ -22,7 +22,9 @@ torch.manual_seed(0)
 logits, targets = torch.randn(1, LENGTH, VOCAB), torch.randint(0, VOCAB, (1, LENGTH))
 whole = vocab_logprobs(logits, targets)
 
-if "RANK" in os.environ:
+
+def on_a_rank() -> None:
+    """Log-probabilities of this rank's half of the sequence, beside those of all of it."""
     dist.init_process_group("gloo")
     group, rank = dist.group.WORLD, dist.get_rank()
     vocabulary = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]  # no tensor parallelism
@@ -32,6 +34,10 @@ if "RANK" in os.environ:
     difference = float((found.detach() - whole).abs().max())
     print(f"rank {rank}: {tuple(mine.shape)} of logits, difference {difference:.1e}")
     dist.destroy_process_group()
+
+
+if "RANK" in os.environ:
+    on_a_rank()
 else:
     print("positions of each of 2 ranks:", zigzag_order(LENGTH, 2).tolist())
     print("two packed sequences:        ", zigzag_order(LENGTH, 2, cu_seqlens=[0, 4, 8]).tolist())
