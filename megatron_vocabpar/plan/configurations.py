@@ -262,10 +262,16 @@ def quick_plays(
             ours += _fitting(question, variants[of_family.chunks], method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
+        fitted: set[str] = set()  # names of layouts that a variant with less work has played
 
-        def played(request: Request, below_ms: float, overlaps: bool = overlaps) -> list[Choice]:
+        def played(
+            request: Request, below_ms: float, overlaps: bool = overlaps, fitted: set[str] = fitted
+        ) -> list[Choice]:
             layouts = (layout for layout in layouts_of(request) if layout.overlaps == overlaps)
-            return quick_stock_choices(request, layouts, below_ms)
+            further = (layout for layout in layouts if layout.name not in fitted)
+            choices = quick_stock_choices(request, further, below_ms)
+            fitted.update(choice.family for choice in choices if choice.fits)
+            return choices
 
         below_ms = min([stock_ms, *map(_ms, stock)])
         stock += _of_fastest_variant(question, variants[0], "stock", played, below_ms, alike=False)

@@ -159,12 +159,11 @@ def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
 
 @pytest.mark.slow
 def test_a_search_plays_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,308 orders of ours, and 1,250 of Megatron's with every number of chunks, of 128 configurations."""
+    """1,938 orders of 128 configurations, a third of them Megatron's, on a pipeline of up to 32 ranks."""
     model, gpu = model_preset("glm-4.5"), hardware_named("GB300")
     plays = counted(monkeypatch)
     assert best_configurations(Question(model, gpu, 64, usual_batch(model, 64), gpu.memory_gib))
-    assert plays.count("_try") <= 1_400
-    assert plays.count("run_passes") <= 1_300
+    assert len(plays) <= 1_950
 
 
 def test_the_same_question_has_the_same_answer() -> None:
