@@ -26,6 +26,7 @@ from megatron_vocabpar.plan.read_arguments import (
     model_from_arguments,
     other_gpus,
     overruled,
+    refuse_unknown_layers,
 )
 from megatron_vocabpar.plan.read_config import load_config, model_preset
 from megatron_vocabpar.plan.read_script import STARTERS, read_script, run_script
@@ -116,6 +117,7 @@ def model_of(options: dict[str, Any], given: Given) -> Model:
         )
     if not (preset or config):
         given.values.update({} if seq_length is None else {"seq-length": str(seq_length)})
+        refuse_unknown_layers(given)
         model = model_from_arguments(given)
     else:
         if seq_length is None and "seq-length" in given:

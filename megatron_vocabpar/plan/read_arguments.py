@@ -40,6 +40,11 @@ _ASSUMED = (
     "recompute-method", "recompute-num-layers", "optimizer-offload-fraction", "use-precision-aware-optimizer",
     "overlap-moe-expert-parallel-comm", "delay-wgrad-compute",
 )  # fmt: skip
+_UNKNOWN_LAYERS = (
+    "experimental-attention-variant", "linear-attention-freq", "heterogeneous-layers-config-path",
+    "heterogeneous-layers-config-encoded-json",
+)  # fmt: skip
+"""Flags that give layers other parts than those that the planner counts."""
 _SIZES = {
     "mamba": ("mamba-num-heads", "mamba-head-dim", "mamba-num-groups", "mamba-state-dim"),
     "delta": (
@@ -48,6 +53,20 @@ _SIZES = {
     "indexer": ("dsa-indexer-n-heads", "dsa-indexer-head-dim", "dsa-indexer-topk"),
 }  # fmt: skip
 """Megatron's flags for the sizes of a pattern's layers, by the names of ``Decoder``."""
+
+
+def refuse_unknown_layers(given: Given) -> None:
+    """Refuse flags that give a GPT's layers parts that the planner does not read from them, by ValueError.
+
+    A running job is planned nevertheless, as the layers' parts change its schedule little.
+    """
+    written = given.text("hybrid-layer-pattern") or given.text("hybrid-override-pattern")
+    unknown = next(filter(given.text, _UNKNOWN_LAYERS), "")
+    if unknown and not written:
+        raise ValueError(
+            f"{given.source}: --{unknown} {given.text(unknown)} gives layers parts that the planner does not "
+            "read from this flag; write them as a --hybrid-layer-pattern, or give --config"
+        )
 
 
 def model_from_arguments(given: Given) -> Model:
@@ -66,9 +85,9 @@ def model_from_arguments(given: Given) -> Model:
     gated = "swiglu" in given or "quick-geglu" in given
     ffn = number("ffn-hidden-size", int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
     experts = number("num-experts", 0) if "num-experts" in given else 0
-    window, windowed = _window(given)
     parts = layers_in(written)
     check_layers(len(parts) or number("num-layers"))
+    window, windowed = _window(given, len(parts) or number("num-layers"))
     if written:
         check_pattern(written)
         given.text("num-layers")  # the pattern says it
@@ -135,16 +154,16 @@ def _latent(given: Given, written: str) -> tuple[int, ...]:
     return tuple(given.number(name, default) for name, default in names.items())
 
 
-def _window(given: Given) -> tuple[int, float]:
+def _window(given: Given, layers: int) -> tuple[int, float]:
     """Tokens that a windowed layer sees, and the share of such layers."""
     sizes = re.findall(r"-?\d+", given.text("window-size"))
     if not sizes:
         return 0, 0.0
-    skipped = given.text("window-attn-skip-freq")
-    listed = [int(one) for one in re.findall(r"\b[01]\b", skipped)] if "[" in skipped else []
-    if listed:
-        return int(sizes[0]) + 1, sum(listed) / len(listed)
-    return int(sizes[0]) + 1, 1.0 - 1.0 / given.number("window-attn-skip-freq") if skipped else 1.0
+    name = "window-attn-skip-freq"
+    pattern = given.text(name)
+    if "[" in pattern:
+        return int(sizes[0]) + 1, 1.0 - _listed_zeros(given, name, layers) / layers
+    return int(sizes[0]) + 1, 1.0 - 1.0 / given.number(name) if pattern else 1.0
 
 
 def _dense_layers(given: Given, layers: int) -> int:
@@ -153,8 +172,18 @@ def _dense_layers(given: Given, layers: int) -> int:
     pattern = given.text(name, "1")
     if "[" not in pattern:
         return layers - -(-layers // given.number(name, 1))
+    return _listed_zeros(given, name, layers)
+
+
+def _listed_zeros(given: Given, name: str, layers: int) -> int:
+    """The zeros of a flag that lists a number for each layer, in Megatron's grammar.
+
+    Raises:
+        ValueError: if it lists another number of layers.
+    """
+    pattern = given.text(name)
     try:
-        dense, listed = _zeros(ast.parse(pattern, mode="eval").body)
+        zeros, listed = _zeros(ast.parse(pattern, mode="eval").body)
     except (SyntaxError, TypeError, RecursionError):
         listed = 0
     if listed != layers:
@@ -162,7 +191,7 @@ def _dense_layers(given: Given, layers: int) -> int:
             f"{given.source}: --{name} {pattern[:40]} is no list of {layers} layers; write one such as "
             f"[0]*1+[1]*{layers - 1}"
         )
-    return dense
+    return zeros
 
 
 def _zeros(pattern: ast.expr) -> tuple[int, int]:

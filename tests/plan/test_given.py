@@ -18,6 +18,7 @@ from megatron_vocabpar.plan.read_arguments import (
     model_from_arguments,
     other_gpus,
     overruled,
+    refuse_unknown_layers,
 )
 from megatron_vocabpar.plan.read_script import read_script
 
@@ -214,3 +215,26 @@ def test_a_list_of_other_layers_is_refused(pattern: str) -> None:
     words = f"{MODEL} --num-experts 4 --moe-layer-freq {pattern}"
     with pytest.raises(ValueError, match=r"here: --moe-layer-freq .* list of 8 layers; write .*\[1\]\*7$"):
         model_from_arguments(Given(read_words(words.split()), "here"))
+
+
+@pytest.mark.parametrize(
+    ("frequency", "windowed"),
+    [("[1]*6+[0]*2", 6 / 8), ("[1,1,0,1]*2", 6 / 8), ("([1]+[0]*3)*2", 2 / 8), ("4", 3 / 4), ("", 1.0)],
+)
+def test_windows_follow_megatrons_grammar(frequency: str, windowed: float) -> None:
+    given = {**read_words(MODEL.split()), "window-size": "127,0"}
+    given |= {"window-attn-skip-freq": frequency} if frequency else {}
+    assert model_from_arguments(Given(given, "here")).windowed == pytest.approx(windowed)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--experimental-attention-variant", "gated_delta_net"),
+        ("--heterogeneous-layers-config-path", "layers.json"),
+    ],
+)
+def test_layers_with_other_parts_are_refused_by_the_flag(flag: str, value: str) -> None:
+    refuse_unknown_layers(Given({"heterogeneous-layers-config-encoded-json": ""}, "as parsed"))
+    with pytest.raises(ValueError, match=f"{flag} {value} gives layers parts .* --hybrid-layer-pattern"):
+        refuse_unknown_layers(Given(read_words([*MODEL.split(), flag, value]), "here"))
