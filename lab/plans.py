@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from lab.published_runs import errors, published_runs
-from megatron_vocabpar.plan.advice import binds, sizes_of, verdict
+from megatron_vocabpar.plan.advice import binds, sizes_of, stock_best, verdict
 from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.read_config import model_preset
@@ -49,13 +49,16 @@ NOTHING = "nothing fits"
 _TABLE = Path(__file__).with_name("plan_table.md")
 
 
-HEADING = "| model | GPUs | recommended | s | MFU % | GiB | what binds it | ours / stock | verdict | error |"
+HEADING = (
+    "| model | GPUs | recommended | s | MFU % | GiB | what binds it | Megatron's best | ours / Megatron's | "
+    "verdict | error |"
+)
 
 
 def rows(cases: Iterable[Case]) -> Iterator[str]:
     """The table, a row for each case."""
     yield HEADING
-    yield "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | --- | ---: |"
+    yield "| --- | --- | --- | ---: | ---: | ---: | --- | --- | ---: | --- | ---: |"
     for case in cases:
         name, gpus, gpu = case
         started = time.process_time()
@@ -64,18 +67,19 @@ def rows(cases: Iterable[Case]) -> Iterator[str]:
 
 
 def row(case: Case) -> str:
-    """The cells of a search's recommendation, its verdict and the planner's error for its model."""
+    """The cells of a search's recommendation, its best opponent, the verdict and the error for its model."""
     name, gpus, hardware = case
     model, gpu = model_preset(name), hardware_named(hardware)
     question = Question(model, gpu, gpus, usual_batch(model, gpus), gpu.memory_gib)
     found = best_configurations(question)
     if not found:
-        return f"{NOTHING} | – | – | – | – | – | – | –"
-    best, judged = found[0], verdict(found)
+        return f"{NOTHING} | – | – | – | – | – | – | – | –"
+    best, stock, judged = found[0], stock_best(found), verdict(found)
+    opponent = f"{stock.family}: {sizes_of(stock.request.job)}" if stock else "–"
     gain = f"{judged.gain:.2f} ± {judged.error:.2f}" if judged else "–"
     return (
         f"{best.name}: {sizes_of(best.request.job)} | {best.iteration_ms / 1e3:,.2f} | "
-        f"{100 * best.mfu:.1f} | {best.peak_gib:.0f} | {binds(best)} | {gain} | "
+        f"{100 * best.mfu:.1f} | {best.peak_gib:.0f} | {binds(best)} | {opponent} | {gain} | "
         f"{judged.word if judged else '–'} | {error(case, judged.gain if judged else 1.0)}"
     )
 
@@ -106,19 +110,19 @@ def in_short() -> Iterator[str]:
         of_model = cells[first : first + len(GPUS)]
         name, gpu = of_model[0][0], of_model[0][1].split()[1]
         found = " | ".join(map(_in_short, of_model))
-        yield f"| {name}, {gpu} | {found} | {of_model[0][9].partition(',')[0]} |"
+        yield f"| {name}, {gpu} | {found} | {of_model[0][10].partition(',')[0]} |"
     yield ""
     yield "| model | GPUs | ours / Megatron's best | error |"
     yield "| --- | --- | --- | --- |"
     for each in cells[-len(FURTHER) :]:
-        yield f"| {each[0]} | {each[1]} | {_in_short(each)} | {each[9]} |"
+        yield f"| {each[0]} | {each[1]} | {_in_short(each)} | {each[10]} |"
 
 
 def _verdicts(cells: list[list[str]]) -> Iterator[str]:
     """How many cases have which verdict, and a table of those with one, each with the planner's error."""
     fit = [each for each in cells if each[2] != NOTHING]
-    decided = [each for each in fit if each[8] in ("ours", "stock's")]
-    ours = Counter(_vocabulary(each[2]) for each in decided if each[8] == "ours")
+    decided = [each for each in fit if each[9] in ("ours", "stock's")]
+    ours = Counter(_vocabulary(each[2]) for each in decided if each[9] == "ours")
     yield (
         f"**Of {len(fit)} cases in which something fits ours is faster in {sum(ours.values())}**: "
         f"{ours['partitioned']} with a partitioned vocabulary, {ours['whole']} with our schedules around "
@@ -126,14 +130,13 @@ def _verdicts(cells: list[list[str]]) -> Iterator[str]:
         f"{len(decided) - sum(ours.values())}, and {len(fit) - len(decided)} are within the error."
     )
     yield ""
-    yield "| model | GPUs | faster | vocabulary layers | ours / Megatron's best | error |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| model | GPUs | faster | vocabulary layers | Megatron's best | ours / Megatron's best | error |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for each in decided:
-        name, gpus, recommended, gain, error_of_runs = (each[k] for k in (0, 1, 2, 7, 9))
-        choice, _, sizes = recommended.partition(": ")
-        pipeline = sizes.split(",")[0]
+        name, gpus, recommended, opponent, gain, error_of_runs = (each[k] for k in (0, 1, 2, 7, 8, 10))
+        faster, stock = map(_with_pipeline, (recommended, opponent))
         vocabulary = _vocabulary(recommended)
-        yield f"| {name} | {gpus} | {choice}, {pipeline} | {vocabulary} | {gain} | {error_of_runs} |"
+        yield f"| {name} | {gpus} | {faster} | {vocabulary} | {stock} | {gain} | {error_of_runs} |"
 
 
 def _vocabulary(recommended: str) -> str:
@@ -143,10 +146,15 @@ def _vocabulary(recommended: str) -> str:
     return "partitioned" if METHODS[method].vocabulary_parallel else "whole"
 
 
+def _with_pipeline(choice: str) -> str:
+    """A schedule and its pipeline size: the first of the sizes."""
+    name, _, sizes = choice.partition(": ")
+    return f"{name}, {sizes.split(',')[0]}"
+
+
 def _in_short(cells: list[str]) -> str:
-    recommended, gain, word = (cells[k] for k in (2, 7, 8))
+    recommended, opponent, gain, word = (cells[k] for k in (2, 7, 8, 9))
     if recommended == NOTHING:
         return NOTHING
-    return (
-        f"{word}: {gain}" if word == "within the error" else f"**{gain}, {recommended.partition(': ')[0]}**"
-    )
+    beside = f"{gain} of {_with_pipeline(opponent)}"
+    return beside if word == "within the error" else f"**{beside}**"
