@@ -180,7 +180,7 @@ def table() -> Iterator[str]:
 
 
 def mean_errors(compared: Sequence[tuple[Run, float]]) -> Iterator[str]:
-    """A line for the fitted runs and one for those held out: their errors by kind, mean and median."""
+    """Errors by kind: of fitted runs and of those held out, and by whether a sequence is divided."""
     for words, held_out in (("fitted", False), ("held out", True)):
         kinds = []
         for kind in ("dense", "experts"):
@@ -188,6 +188,12 @@ def mean_errors(compared: Sequence[tuple[Run, float]]) -> Iterator[str]:
             found = f"{100 * mean(sizes):.1f} % of {len(sizes)} {kind} (median {100 * median(sizes):.1f})"
             kinds.append(found)
         yield f"Mean error of the runs {words}: {', '.join(kinds)}."
+    signed = []
+    for words, divides in (("with", True), ("without", False)):
+        for kind in ("dense", "experts"):
+            of_kind = [e for run, e in compared if (run.c > 1, run.kind) == (divides, kind)]
+            signed.append(f"{100 * mean(of_kind):+.1f} % of {len(of_kind)} {kind} {words}")
+    yield f"Signed means with and without context parallelism: {', '.join(signed)}."
 
 
 PRIMUS = {
