@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +54,15 @@ def run_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.e
     from megatron_vocabpar.runtime.processes import run
 
     with open_job(config, say, environment) as folders:
-        for folder in folders:
-            job = output.read_config(folder)
-            say(f"training {job.method} on {job.world_size} processes ({job.device})")
-            run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
+        try:
+            for folder in folders:
+                job = output.read_config(folder)
+                say(f"training {job.method} on {job.world_size} processes ({job.device})")
+                run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
+        except BaseException:
+            with suppress(OSError, ValueError):  # before the first step there is nothing to show
+                write_report(Path(config.output))
+            raise
         say(write_report(Path(config.output)))
 
 

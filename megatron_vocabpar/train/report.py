@@ -120,7 +120,8 @@ def write_report(folder: Path) -> str:
     if distances:
         _write_json(folder / "comparison.json", distances)
         tables.append(difference_table(distances))
-    path, report = folder / "index.html", _report(folder, config, tables, plans)
+    done = {name: int(records[-1]["step"]) for name, records in metrics.items()}
+    path, report = folder / "index.html", _report(folder, config, done, tables, plans)
     path.write_text(page(headline(summaries, distances), report), encoding="utf-8")
     return "\n".join([*map(as_text, tables), f"results: {path.absolute()}"])
 
@@ -145,9 +146,18 @@ def _write_schedules(folder: Path, charts: Sequence[Chart]) -> None:
 
 
 def _report(
-    folder: Path, config: TrainConfig, tables: Sequence[TextTable], plans: Mapping[str, Plan]
+    folder: Path,
+    config: TrainConfig,
+    done: Mapping[str, int],
+    tables: Sequence[TextTable],
+    plans: Mapping[str, Plan],
 ) -> Iterator[Html]:
     yield element("p", _job(config))
+    early = [
+        f"{name} after {done.get(name, 0)}" for name in config.methods if done.get(name, 0) < config.steps
+    ]
+    if early:
+        yield element("p", element("strong", f"This job ended early: {', '.join(early)} steps."))
     yield _picture(folder / "loss.png", _LOSSES)
     for table in tables:
         yield from _table(table)
@@ -168,8 +178,12 @@ def _report(
     yield element("h2", "Again, or further")
     yield element("p", "This job was")
     yield element("pre", shlex.join(command_line(config)))
-    resume = (element("code", "--resume"), " and a larger ", element("code", "--steps"), ".")
-    yield element("p", "To go on from its checkpoint, add ", *resume)
+    if any(output.steps_done(folder / name) for name in config.methods):
+        further = () if early else (" and a larger ", element("code", "--steps"))
+        yield element("p", "To go on from its checkpoint, add ", element("code", "--resume"), *further, ".")
+    else:
+        anew = (element("code", "--overwrite"), " to train again.")
+        yield element("p", "It left no checkpoint to go on from; add ", *anew)
 
 
 def _job(config: TrainConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,26 @@ def test_a_method_that_was_not_trained_is_left_out(tmp_path: Path) -> None:
     (output / "baseline" / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match="holds no metrics of vocab-2, baseline"):
         write_report(output)
+
+
+def test_the_page_of_a_job_that_ended_early_says_so(tmp_path: Path) -> None:
+    """And it offers to go on only where a checkpoint is."""
+    folder = trained(tmp_path, compare=("baseline",))
+    write_report(folder)
+    assert "ended early" not in (folder / "index.html").read_text()
+    metrics = folder / "vocab-2" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:7]))
+    for checkpoints in folder.glob("*/checkpoint"):
+        shutil.rmtree(checkpoints)
+    write_report(folder)
+    shown = (folder / "index.html").read_text()
+    assert "This job ended early: vocab-2 after 7 steps." in shown
+    assert "It left no checkpoint to go on from; add <code>--overwrite</code>" in shown
+    complete = folder / "vocab-2" / "checkpoint" / "step_0000004"
+    complete.mkdir(parents=True)
+    (complete / "metadata.json").write_text("{}")
+    write_report(folder)
+    assert "add <code>--resume</code>." in (folder / "index.html").read_text()
 
 
 def test_the_page_shows_the_measured_timeline_below_the_plan(tmp_path: Path) -> None:
