@@ -5,20 +5,21 @@ With K the stored ids, R = sum_{i not in K} p_i and gradients g by the logarithm
     dY_j = g_j - p_j G   for j in K        dY_j = p_j (g_R / R - G)   else        G = sum of all g
 
 R is summed over the other ids: as 1 - sum_K p_j it would lose its digits where K has nearly everything.
-For example, of two shards the first has id 3 of K = {3, 900}: its bins are log p_3, 0 and its part of R.
+For example, of two shards the first has id 3 of K = {3, 900}: its shares are log p_3, 0 and its part of R.
 
-Next: ``../losses/top_k.py``.
+Next: ``extras/distillation.py``, for the pipeline, or ``../losses/kl.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.divergence import Divergence
 from megatron_vocabpar.layers.partition import VocabRange
 
 REST = 1e-8
@@ -47,76 +48,102 @@ class TopLogprobs:
                 f"{tuple(self.ids.shape)} in {self.ids.dtype}: give one integer id for each"
             )
 
-    def within(self, vocab_size: int) -> TopLogprobs:
-        """Drops ids outside [0, vocab_size): their probability counts as the rest's."""
-        known = (self.ids >= 0) & (self.ids < vocab_size)
-        return TopLogprobs(torch.where(known, self.logprobs, NOT_STORED), self.ids)
 
-    @property
-    def known_ids(self) -> Tensor:
-        """[..., k] int64; -1 for an entry that does not count."""
-        return torch.where(self.counted, self.ids.long(), -1)
+@dataclass(frozen=True, slots=True)
+class BinnedDivergence:
+    """A divergence in k + 1 bins, with the methods of ``Divergence``. The sums are log p of the ids, and R.
 
-    @property
-    def counted(self) -> Tensor:
-        """[..., k] boolean."""
-        return self.logprobs > NOT_STORED
-
-    def bins(self, dtype: torch.dtype) -> Tensor:
-        """[..., k + 1] log-probabilities of the stored ids, 0 where one doesn't count, and of all others."""
-        logs, counted = self.logprobs.double(), self.counted
-        rest = 1 - torch.where(counted, logs.exp(), 0).sum(-1, keepdim=True)  # in fp32 a multiple of 6e-8
-        return torch.cat([torch.where(counted, logs, 0), rest.clamp(min=REST).log()], -1).to(dtype)
-
-    def bins_of(self, top: Tensor, rest: Tensor) -> Tensor:
-        """[..., k + 1] the same of another distribution with logs ``top`` [..., k] and ``rest`` [...]."""
-        floor = torch.where(rest > log(REST), rest, log(REST))
-        return torch.cat([torch.where(self.counted, top, 0), floor.unsqueeze(-1)], -1)
-
-
-def shard_bins(logs: Tensor, ids: Tensor, shard: VocabRange) -> Tensor:
-    """[c, k + 1] a shard's part of the bins: their sum over all shards is log p of the ids, then R.
-
-    Args:
-        logs: [c, P'] log-probabilities of the shard's ids; overwritten.
-        ids: [c, k]; 0 comes out for another shard's, and for -1.
-        shard: the ids of ``logs``.
+    Attributes:
+        divergence: of the bins.
+        stored_first: whether the stored distribution is the first one; the other one has logits.
+        ids: [n, k] int64; -1 for an entry that does not count.
+        stored: [n, k + 1] fp64 log-probabilities of the ids, 0 where one is -1, and of all others.
     """
-    if logs.shape[1] == 0:
-        return logs.new_zeros(len(logs), ids.shape[1] + 1)
-    columns, own = _own_columns(ids, shard)
-    top = torch.where(own, logs.gather(1, columns), 0)
-    rest = _cleared_(logs.exp_(), columns, own).sum(1, keepdim=True)
-    return torch.cat([top, rest], 1)
+
+    divergence: Divergence
+    stored_first: bool
+    ids: Tensor
+    stored: Tensor
+
+    @classmethod
+    def of(
+        cls, divergence: Divergence, top: TopLogprobs, vocab_size: int, *, stored_first: bool
+    ) -> BinnedDivergence:
+        """That from a stored [n, k]. Ids outside [0, vocab_size) do not count: they are among all others."""
+        counted = (top.ids >= 0) & (top.ids < vocab_size) & (top.logprobs > NOT_STORED)
+        logs = top.logprobs.double()
+        rest = 1 - torch.where(counted, logs.exp(), 0).sum(-1, keepdim=True)  # in fp32 a multiple of 6e-8
+        stored = torch.cat([torch.where(counted, logs, 0), rest.clamp(min=REST).log()], -1)
+        return cls(divergence, stored_first, torch.where(counted, top.ids.long(), -1), stored)
+
+    @property
+    def width(self) -> int:
+        return self.stored.shape[1]
+
+    def part(self, rows: slice) -> BinnedDivergence:
+        """That of a chunk of tokens."""
+        return BinnedDivergence(self.divergence, self.stored_first, self.ids[rows], self.stored[rows])
+
+    def shares(self, logs: Sequence[Tensor], shard: VocabRange) -> Tensor:
+        """[c, k + 1] a shard's part of the sums.
+
+        Args:
+            logs: alone, the log-probabilities [c, P'] of the shard's ids; overwritten.
+            shard: the ids. Another shard's stored id adds 0, as does -1.
+        """
+        (log_p,) = logs
+        if log_p.shape[1] == 0:
+            return log_p.new_zeros(len(log_p), self.width)
+        columns, own = _own_columns(self.ids, shard)
+        top = torch.where(own, log_p.gather(1, columns), 0)
+        rest = _cleared_(log_p.exp_(), columns, own).sum(1, keepdim=True)
+        return torch.cat([top, rest], 1)
+
+    def value(self, sums: Tensor) -> Tensor:
+        """The divergence [n] of the sums [n, k + 1] over all ids."""
+        return self.divergence.of_bins(*self._bins(sums))
+
+    def gradient(self, sums: Tensor, slope: Tensor) -> BinGradient:
+        """That of a loss by the logits; the arguments are those of ``Divergence.gradient``."""
+        by_bins = self.divergence.slopes_of_bins(*self._bins(sums), side=int(self.stored_first))
+        by_bins = by_bins.mul_(slope.unsqueeze(1))
+        top = torch.where(self.ids >= 0, by_bins[:, :-1], 0)
+        rest = torch.where(sums[:, -1] > REST, by_bins[:, -1], 0)
+        together = top.sum(1) + rest
+        return BinGradient(self.ids, top, together, rest / sums[:, -1].clamp(min=REST) - together)
+
+    def _bins(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, k + 1] the bins of both distributions, in the divergence's order."""
+        bins = torch.cat([sums[:, :-1], sums[:, -1:].clamp(min=REST).log()], 1)
+        stored = self.stored.to(bins.dtype)
+        return (stored, bins) if self.stored_first else (bins, stored)
 
 
-class BinSlopes(NamedTuple):
-    """Gradients by logits, in factors: g_j [n, k], G [n], and ``g_R / R - G`` [n]."""
+class BinGradient(NamedTuple):
+    """The gradient of a loss by logits, in factors: the ids and g_j [n, k], G [n], ``g_R / R - G`` [n]."""
 
+    ids: Tensor
     top: Tensor
     together: Tensor
     others: Tensor
 
-    @classmethod
-    def of(cls, grad_top: Tensor, grad_rest: Tensor, log_rest: Tensor) -> BinSlopes:
-        """The slopes for gradients by the bins [n, k] and the rest [n]; those of ids -1 must be 0."""
-        together = grad_top.sum(1) + grad_rest
-        # Where the rest has no gradient it may be empty.
-        others = torch.where(grad_rest == 0, 0, grad_rest * (-log_rest).exp()) - together
-        return cls(grad_top, together, others)
+    def part(self, rows: slice) -> BinGradient:
+        """That of a chunk of tokens."""
+        return BinGradient(*(factor[rows] for factor in self))
 
-    def bound(self) -> Tensor:
-        """[n] at least sum_j |dY_j|."""
-        return self.top.abs().sum(1) + 2 * self.together.abs() + self.others.abs()
-
-    def apply_(self, p: Tensor, ids: Tensor, shard: VocabRange) -> Tensor:
-        """dY [c, P'] in the place of a shard's probabilities ``p``, for the ids [c, k]."""
+    def apply_(self, logs: Sequence[Tensor], shard: VocabRange, of: Sequence[bool]) -> list[Tensor | None]:
+        """dY [c, P'] in the place of the log-probabilities, which are alone in ``logs``."""
+        p = logs[0].exp_()
         if p.shape[1] == 0:
-            return p
-        columns, own = _own_columns(ids, shard)
+            return [p]
+        columns, own = _own_columns(self.ids, shard)
         at_top = self.top - p.gather(1, columns) * self.together.unsqueeze(1)
         _cleared_(p, columns, own).mul_(self.others.unsqueeze(1))
-        return p.scatter_add_(1, columns, torch.where(own, at_top, 0))
+        return [p.scatter_add_(1, columns, torch.where(own, at_top, 0))]
+
+    def bounds(self) -> list[Tensor]:
+        """[n] at least sum_j |dY_j|."""
+        return [self.top.abs().sum(1) + 2 * self.together.abs() + self.others.abs()]
 
 
 def _own_columns(ids: Tensor, shard: VocabRange) -> tuple[Tensor, Tensor]:

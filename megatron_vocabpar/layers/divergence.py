@@ -12,17 +12,24 @@ reference) keep their digits. With D the divergence, and K the KL of one side fr
 
 A distillation's forward KL is that of the teacher p from the student q, its reverse KL that of the student p
 from the teacher q. Source of the mixture: On-Policy Distillation of Language Models (arXiv 2306.13649).
-Next: ``bins.py``, of a distribution that is stored as its top k; ``extras/distillation.py``, for the
-pipeline.
+
+A caller makes the log-probabilities of a few tokens at a time, twice: ``shares`` gives what a shard adds to
+the sums, ``value`` what they mean when all shards have met, and ``gradient`` what a slope of that value gives
+the logits. Next: ``bins.py``, with the same methods for a distribution that is stored as its top k; then
+``extras/distillation.py``, for the pipeline, or ``../losses/kl.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_vocabpar.layers.partition import VocabRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +54,46 @@ class Divergence:
         """The weights of the sums that make up the divergence: one, or one for each side."""
         return (1.0,) if self.mixture is None else (self.mixture, 1 - self.mixture)
 
-    def value(self, sums: Tensor) -> Tensor:
-        """The divergence [n] of the sums [k, n] over all ids."""
-        if self.mixture is None:
-            return sums[0]
-        return self.weights[0] * sums[0] + self.weights[1] * sums[1]
+    @property
+    def width(self) -> int:
+        """w: how many sums a token has."""
+        return len(self.weights)
 
-    def terms(self, log_p: Tensor, log_q: Tensor) -> list[Tensor]:
-        """[..., P] each: what every id adds to each sum, at least 0. Overwrites both arguments."""
+    def part(self, rows: slice) -> Divergence:
+        """That of a chunk of tokens: it is the same for all."""
+        return self
+
+    def terms(self, logs: Sequence[Tensor]) -> list[Tensor]:
+        """[c, P'] each: what every id adds to each sum, at least 0. Overwrites both logarithms."""
+        log_p, log_q = logs
         if self.mixture is None:
             return [_terms(log_p, log_q)]
         mixed = self.log_mixture(log_p, log_q)
         return [_terms(log_p, mixed.clone()), _terms(log_q, mixed)]
 
-    def slopes(
-        self, log_p: Tensor, log_q: Tensor, sums: Tensor, of: tuple[bool, bool]
-    ) -> list[Tensor | None]:
-        """The gradients [c, P] by the logits of p and of q, whichever are asked for. Overwrites both inputs.
+    def shares(self, logs: Sequence[Tensor], shard: VocabRange) -> Tensor:
+        """[c, w] what a shard adds to the sums.
 
         Args:
-            log_p, log_q: [c, P] of this shard's ids.
-            sums: [k, c] over all ids.
-            of: whether those of p, of q are asked for.
+            logs: log p and log q [c, P'] of the shard's ids; overwritten.
+            shard: the ids, which do not matter.
         """
-        sums = sums.unsqueeze(2)
+        return torch.stack([term.sum(1) for term in self.terms(logs)], 1)
+
+    def value(self, sums: Tensor) -> Tensor:
+        """The divergence [n] of the sums [n, w] over all ids."""
         if self.mixture is None:
-            p = log_p.exp()
-            by_p = weighted_logs(p, log_p.sub_(log_q).sub_(sums[0])) if of[0] else None
-            return [by_p, log_q.exp_().sub_(p) if of[1] else None]
-        mixed = self.log_mixture(log_p, log_q)
-        sides = zip(self.weights, (log_p, log_q), sums, of, strict=True)
-        return [
-            weighted_logs(logs.exp(), logs.sub_(mixed).sub_(total)).mul_(weight) if asked else None
-            for weight, logs, total, asked in sides
-        ]
+            return sums[:, 0]
+        return self.weights[0] * sums[:, 0] + self.weights[1] * sums[:, 1]
 
-    def bounds(self, sums: Tensor) -> list[Tensor]:
-        """[n] each: at least sum_j |dY_j| of p and of q; NaN where the divergence is not finite.
+    def gradient(self, sums: Tensor, slope: Tensor) -> DivergenceGradient:
+        """That of a loss by the logits.
 
-        For d >= 0, p d is at most its term plus p; else p |d| is at most q - p. So sum_j p |d| is at most
-        D + 2. The factors leave room for rounding.
+        Args:
+            sums: [n, w] over all ids.
+            slope: [n] of the loss by the divergence, times the factor of the logits.
         """
-        if self.mixture is None:
-            return [2.5 * sums[0] + 3, 3 + 0 * sums[0]]
-        return [weight * (2.5 * total + 3) for weight, total in zip(self.weights, sums, strict=True)]
+        return DivergenceGradient(self, sums, slope)
 
     def log_mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """log m."""
@@ -98,12 +101,66 @@ class Divergence:
         return torch.logaddexp(log_p + log(self.mixture), log_q + log(1 - self.mixture))
 
     def of_bins(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """[...] of few ids [..., k] whose probabilities may add up to less or more than 1; plain autograd."""
+        """[n] of few ids [n, k] whose probabilities may add up to less or more than 1."""
         if self.mixture is None:
             return (log_p.exp() * (log_p - log_q)).sum(-1)
         mixed = self.log_mixture(log_p, log_q)
         sides = [(logs.exp() * (logs - mixed)).sum(-1) for logs in (log_p, log_q)]
         return self.weights[0] * sides[0] + self.weights[1] * sides[1]
+
+    def slopes_of_bins(self, log_p: Tensor, log_q: Tensor, side: int) -> Tensor:
+        """[n, k] the slopes of ``of_bins`` by the logarithms of p (side 0) or q (side 1)."""
+        if self.mixture is None:
+            return -log_p.exp() if side else log_p.exp() * (log_p - log_q + 1)
+        logs = log_q if side else log_p
+        return self.weights[side] * logs.exp() * (logs - self.log_mixture(log_p, log_q))
+
+
+class DivergenceGradient(NamedTuple):
+    """The gradient of a loss by the logits of p and of q, from sums [n, w] and slopes [n]."""
+
+    divergence: Divergence
+    sums: Tensor
+    slope: Tensor
+
+    def part(self, rows: slice) -> DivergenceGradient:
+        """That of a chunk of tokens."""
+        return DivergenceGradient(self.divergence, self.sums[rows], self.slope[rows])
+
+    def apply_(self, logs: Sequence[Tensor], shard: VocabRange, of: Sequence[bool]) -> list[Tensor | None]:
+        """[c, P'] each: dY of p and of q, whichever are asked for.
+
+        Args:
+            logs: log p and log q [c, P'] of the shard's ids; overwritten.
+            shard: the ids, which do not matter.
+            of: whether that of p, of q is asked for.
+        """
+        log_p, log_q = logs
+        slope = self.slope.unsqueeze(1)
+        if self.divergence.mixture is None:
+            p = log_p.exp()
+            by_p = weighted_logs(p, log_p.sub_(log_q).sub_(self.sums)).mul_(slope) if of[0] else None
+            return [by_p, log_q.exp_().sub_(p).mul_(slope) if of[1] else None]
+        mixed = self.divergence.log_mixture(log_p, log_q)
+        sides = zip(self.divergence.weights, logs, self.sums.split(1, 1), of, strict=True)
+        return [
+            weighted_logs(side.exp(), side.sub_(mixed).sub_(total)).mul_(slope * weight) if asked else None
+            for weight, side, total, asked in sides
+        ]
+
+    def bounds(self) -> list[Tensor]:
+        """[n] each: at least sum_j |dY_j| of p and of q; NaN where the divergence is not finite.
+
+        For d >= 0, p d is at most its term plus p; else p |d| is at most q - p. So sum_j p |d| is at most
+        D + 2. The factors leave room for rounding.
+        """
+        size, sums = self.slope.abs(), self.sums.unbind(1)
+        if self.divergence.mixture is None:
+            return [(2.5 * sums[0] + 3) * size, (3 + 0 * sums[0]) * size]
+        return [
+            weight * (2.5 * total + 3) * size
+            for weight, total in zip(self.divergence.weights, sums, strict=True)
+        ]
 
 
 def _terms(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -1,24 +1,24 @@
 """Divergences of two sharded distributions, without their full logits: KL and Jensen-Shannon.
 
 There are two passes over logits: one for both log-sum-exps, one for the sums (``layers/divergence.py``). Of
-a distribution that is stored as its top k, the other one needs k + 1 numbers per token, from one pass more:
-the log-probabilities of the stored ids and of all others.
+a distribution that is stored as its top k, the other one needs k + 1 sums per token (``layers/bins.py``). The
+backward pass makes the log-probabilities again.
 
 Next: ``summary.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import fixed_point
-from megatron_vocabpar.layers.bins import TopLogprobs
+from megatron_vocabpar.layers.bins import BinnedDivergence, TopLogprobs
 from megatron_vocabpar.layers.divergence import Divergence
 from megatron_vocabpar.layers.exponents import power_of_two, subtract_power_log_
 from megatron_vocabpar.layers.gemm import exact
@@ -26,7 +26,6 @@ from megatron_vocabpar.losses.arguments import Layout, leading_shape, prepare
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import LazyLogits, Logits, Scratch, Source
 from megatron_vocabpar.losses.summary import LossCall, Normaliser, first_derivative, normaliser_of
-from megatron_vocabpar.losses.top_k import top_and_rest
 
 
 def vocab_kl(
@@ -47,8 +46,9 @@ def vocab_kl(
         p: logits of the first distribution, as in ``vocab_logprobs``; gradients flow into them.
         q: logits of the second, with the same shards, ``softcap`` and ``temperature``; gradients flow into
             them if they require them. One of the two may be ``LazyLogits``. One may be ``TopLogprobs``, to
-            which neither ``softcap`` nor ``temperature`` is applied: then the divergence is that of k + 1
-            bins, the stored ids and one for all others, whose probability is at least 1e-8.
+            which neither ``softcap`` nor ``temperature`` is applied and no gradient flows: then the
+            divergence is that of k + 1 bins, the stored ids and one for all others, whose probability is at
+            least 1e-8.
         mixture: b gives b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q, for 0 < b < 1.
         mask: [...] weights of the tokens.
         reduction: ``none``, ``sum`` or ``mean``.
@@ -60,144 +60,146 @@ def vocab_kl(
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    divergence = Divergence(mixture)
+    of_all = Divergence(mixture)
+    if _tokens(p) != _tokens(q):
+        raise ValueError(f"p has tokens {tuple(_tokens(p))}, q {tuple(_tokens(q))}: give both the same")
+    if layout.get("invariant"):
+        _check_invariant(p, q)
+    prepared = [prepare(side, layout) for side in (p, q) if not isinstance(side, TopLogprobs)]
+    if not prepared:
+        raise ValueError("p and q are both stored log-probabilities: give the logits of one of them")
+    calls = [call for call, _ in prepared]
+    if calls[0].ranges != calls[-1].ranges:
+        raise ValueError(f"p is sharded as {calls[0].ranges}, q as {calls[1].ranges}: shard them alike")
+    divergence: Divergence | BinnedDivergence = of_all
+    for side in (p, q):
+        if isinstance(side, TopLogprobs):
+            flat = TopLogprobs(side.logprobs.flatten(0, -2), side.ids.flatten(0, -2))
+            divergence = BinnedDivergence.of(of_all, flat, calls[0].vocab_size, stored_first=side is p)
+    values = _Values.apply(divergence, calls, *(tensor for _, tensors in prepared for tensor in tensors))
+    return reduce_tokens(values.view(_tokens(p)), reduction, mask)
+
+
+def _tokens(side: Logits | TopLogprobs) -> torch.Size:
+    return side.ids.shape[:-1] if isinstance(side, TopLogprobs) else leading_shape(side)
+
+
+def _check_invariant(p: Logits | TopLogprobs, q: Logits | TopLogprobs) -> None:
     if isinstance(p, TopLogprobs) or isinstance(q, TopLogprobs):
-        values = _of_bins(divergence, p, q, layout)
-    else:
-        values = _of_logits(divergence, p, q, layout)
-    return reduce_tokens(values, reduction, mask)
-
-
-def _of_bins(
-    divergence: Divergence, p: Logits | TopLogprobs, q: Logits | TopLogprobs, layout: Layout
-) -> Tensor:
-    """[...] where one of the two is stored."""
-    if isinstance(p, TopLogprobs):
-        if isinstance(q, TopLogprobs):
-            raise ValueError("p and q are both stored log-probabilities: give the logits of one of them")
-        return divergence.of_bins(*top_and_rest(q, p, layout))
-    assert isinstance(q, TopLogprobs)
-    bins_of_q, bins_of_p = top_and_rest(p, q, layout)
-    return divergence.of_bins(bins_of_p, bins_of_q)
-
-
-def _of_logits(divergence: Divergence, p: Logits, q: Logits, layout: Layout) -> Tensor:
-    """[...] of two that have all logits."""
-    if layout.get("invariant") and isinstance(p, LazyLogits) != isinstance(q, LazyLogits):
+        raise ValueError(
+            "invariant=True with stored log-probabilities: their bins are plain sums; leave it out"
+        )
+    if isinstance(p, LazyLogits) != isinstance(q, LazyLogits):
         raise ValueError(
             "invariant=True with logits on one side and hidden states on the other, whose shards are moved: "
             "give both as logits, or both as LazyLogits"
         )
-    if leading_shape(p) != leading_shape(q):
-        raise ValueError(
-            f"p has tokens {tuple(leading_shape(p))}, q {tuple(leading_shape(q))}: give both the same"
-        )
-    call_p, tensors_p = prepare(p, layout)
-    call_q, tensors_q = prepare(q, layout)
-    if call_p.ranges != call_q.ranges:
-        raise ValueError(f"p is sharded as {call_p.ranges}, q as {call_q.ranges}: shard them alike")
-    values = _Sums.apply(divergence, (call_p, call_q), len(tensors_p), *tensors_p, *tensors_q)
-    return values.view(leading_shape(p))
 
 
-class _Sums(torch.autograd.Function):
-    """``apply(divergence, (call_p, call_q), number of p's tensors, *tensors)``: [n]."""
+class _Values(torch.autograd.Function):
+    """``apply(divergence, calls, *tensors)``: [n]; one call for each side that has logits, in their order."""
 
     @staticmethod
     @exact
     def forward(
-        ctx: Any, divergence: Divergence, calls: tuple[LossCall, LossCall], split: int, *tensors: Tensor
+        ctx: Any, divergence: Divergence | BinnedDivergence, calls: Sequence[LossCall], *tensors: Tensor
     ) -> Tensor:
-        sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
-        softmaxes = normaliser_of(calls[0], sources[0]), normaliser_of(calls[1], sources[1])
-        parts, exchange = _Parts(calls, sources, softmaxes), calls[0].exchange
-        if calls[0].invariant:
-            zero = torch.zeros_like(softmaxes[0].offset)
-
-            def digits(terms: Sequence[Tensor]) -> Tensor:
-                return torch.stack([fixed_point.digits(term, zero[: len(term)]) for term in terms], 1)
-
-            whole = exchange.gather(parts.per_token(divergence, digits)).unbind(2)
-            totals = [fixed_point.total(each) for each in whole]
-            sums = torch.stack(
-                [(value * power_of_two(exponent)).to(zero.dtype) for value, exponent in totals]
-            )
-        else:
-            sums = exchange.total(
-                parts.per_token(divergence, lambda terms: torch.stack([term.sum(1) for term in terms], 1))
-            ).t()
+        sources = _sources(calls, tensors)
+        softmaxes = [normaliser_of(call, source) for call, source in zip(calls, sources, strict=True)]
+        sides = [_Side(*parts) for parts in zip(calls, sources, softmaxes, strict=True)]
+        sums = _sums(divergence, sides)
         if calls[0].keep:
-            ctx.divergence, ctx.calls, ctx.split = divergence, calls, split
-            ctx.save_for_backward(sums, *softmaxes[0], *softmaxes[1], *tensors)
+            ctx.divergence, ctx.calls = divergence, calls
+            ctx.save_for_backward(sums, *(number for softmax in softmaxes for number in softmax), *tensors)
         return divergence.value(sums)
 
     @staticmethod
     @first_derivative
     @exact
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sums, offset_p, total_p, offset_q, total_q, *tensors = ctx.saved_tensors
-        calls, split, divergence = ctx.calls, ctx.split, ctx.divergence
-        sources = calls[0].source(tensors[:split]), calls[1].source(tensors[split:])
+        calls, (sums, *saved) = ctx.calls, ctx.saved_tensors
         # A token without a gradient gets a row of zeros, even if its divergence is inf: p and q become 0.
         unused = grad == 0
-        sums = torch.where(unused, 0, sums)
-        total_p, total_q = (torch.where(unused, torch.inf, total) for total in (total_p, total_q))
-        softmaxes = Normaliser(offset_p, total_p), Normaliser(offset_q, total_q)
-        needs = any(ctx.needs_input_grad[3 : 3 + split]), any(ctx.needs_input_grad[3 + split :])
-        grad = grad * calls[0].terms.logit_scale
-        bounds = [bound * grad.abs() for bound in divergence.bounds(sums)]
+        sums = torch.where(unused.unsqueeze(1), 0, sums)
+        softmaxes = [Normaliser(saved.pop(0), torch.where(unused, torch.inf, saved.pop(0))) for _ in calls]
+        sides = [_Side(*parts) for parts in zip(calls, _sources(calls, saved), softmaxes, strict=True)]
+        asked = _by_call(calls, ctx.needs_input_grad[2:])
+        needs = [any(of_tensors) for of_tensors in asked]
+        gradient = ctx.divergence.gradient(sums, grad * calls[0].terms.logit_scale)
+        bounds = gradient.bounds()
         sinks = [
-            source.gradients(calls[0].exchange, bound if calls[0].invariant else None) if needed else None
-            for source, bound, needed in zip(sources, bounds, needs, strict=True)
+            side.source.gradients(side.call.exchange, bound if side.call.invariant else None)
+            if need
+            else None
+            for side, bound, need in zip(sides, bounds, needs, strict=True)
         ]
-        parts = _Parts(calls, sources, softmaxes)
-        for rows, shard in parts.chunks():
-            logs, caps = parts.log_probabilities(shard, rows)
-            slopes = divergence.slopes(*logs, sums[:, rows], needs)
-            for sink, slope, cap, bound in zip(sinks, slopes, caps, bounds, strict=True):
-                if sink is not None and slope is not None:
-                    slope.mul_(grad[rows].unsqueeze(1))
-                    sink.add(shard, rows, slope if cap is None else slope.mul_(cap), bound[rows])
+        for rows in _slices(sides):
+            part = gradient.part(rows)
+            for i, shard in enumerate(calls[0].ranges):
+                logs, caps = zip(*(side.log_probabilities(i, rows) for side in sides), strict=True)
+                slopes = part.apply_(logs, shard, needs)
+                for sink, slope, cap, bound in zip(sinks, slopes, caps, bounds, strict=True):
+                    if sink is not None and slope is not None:
+                        sink.add(i, rows, slope if cap is None else slope.mul_(cap), bound[rows])
         gradients: list[Tensor | None] = []
-        for sink, count in zip(sinks, (split, len(tensors) - split), strict=True):
-            gradients.extend([None] * count if sink is None else sink.finish())
-        return (None, None, None, *gradients)
+        for sink, of_tensors in zip(sinks, asked, strict=True):
+            gradients.extend([None] * len(of_tensors) if sink is None else sink.finish())
+        return (None, None, *gradients)
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Both distributions, read in chunks that both sources can read."""
+class _Side:
+    """A distribution that has logits."""
 
-    calls: tuple[LossCall, LossCall]
-    sources: tuple[Source, Source]
-    softmaxes: tuple[Normaliser, Normaliser]
-    places: tuple[Scratch, Scratch] = field(default_factory=lambda: (Scratch(), Scratch()))
+    call: LossCall
+    source: Source
+    softmax: Normaliser
+    place: Scratch = field(default_factory=Scratch)
 
-    def chunks(self) -> Iterator[tuple[slice, int]]:
-        """Slices of tokens, and for each all shards."""
-        cuts = {0}
-        for call, source in zip(self.calls, self.sources, strict=True):
-            cuts.update(rows.stop for rows in source.slices(call.rows_per_chunk))
-        # One empty chunk where there are no tokens.
-        for start, stop in pairwise(sorted(cuts) if len(cuts) > 1 else (0, 0)):
-            for shard in range(len(self.calls[0].ranges)):
-                yield slice(start, stop), shard
+    def log_probabilities(self, shard: int, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Those of a shard's ids [rows, P'], in memory that the next call overwrites; the cap's slope."""
+        y, cap = self.call.transformed(self.source, shard, rows, self.place)
+        subtract_power_log_(y, self.softmax.offset[rows].unsqueeze(1))
+        return y.sub_(torch.log(self.softmax.total[rows]).unsqueeze(1)), cap
 
-    def log_probabilities(self, shard: int, rows: slice) -> tuple[list[Tensor], list[Tensor | None]]:
-        """log p and log q [rows, P'] of a chunk, until the next call; and the caps' slopes."""
-        logs, caps = [], []
-        parts = zip(self.calls, self.sources, self.softmaxes, self.places, strict=True)
-        for call, source, softmax, place in parts:
-            y, cap = call.transformed(source, shard, rows, place)
-            subtract_power_log_(y, softmax.offset[rows].unsqueeze(1))
-            logs.append(y.sub_(torch.log(softmax.total[rows]).unsqueeze(1)))
-            caps.append(cap)
-        return logs, caps
 
-    def per_token(self, divergence: Divergence, reduce: Callable[[Sequence[Tensor]], Tensor]) -> list[Tensor]:
-        """[n, k, ...] for each shard: ``reduce`` of the terms [rows, P'] of each of the k sums."""
-        parts: list[list[Tensor]] = [[] for _ in self.calls[0].ranges]
-        for rows, shard in self.chunks():
-            (log_p, log_q), _ = self.log_probabilities(shard, rows)
-            parts[shard].append(reduce(divergence.terms(log_p, log_q)))
-        return [torch.cat(chunks) for chunks in parts]
+def _slices(sides: Sequence[_Side]) -> Iterator[slice]:
+    """Slices of tokens that all sources can read."""
+    cuts = {rows.stop for side in sides for rows in side.source.slices(side.call.rows_per_chunk)}
+    # One empty chunk where there are no tokens.
+    for start, stop in pairwise([0, *sorted(cuts)] if cuts else [0, 0]):
+        yield slice(start, stop)
+
+
+def _sums(divergence: Divergence | BinnedDivergence, sides: Sequence[_Side]) -> Tensor:
+    """[n, w] over all ids."""
+    call = sides[0].call
+    shares: list[list[Tensor]] = [[] for _ in call.ranges]
+    for rows in _slices(sides):
+        part = divergence.part(rows)
+        for i, shard in enumerate(call.ranges):
+            logs = [side.log_probabilities(i, rows)[0] for side in sides]
+            shares[i].append(_digits(part, logs) if call.invariant else part.shares(logs, shard))
+    of_shards = [torch.cat(chunks) for chunks in shares]
+    if not call.invariant:
+        return call.exchange.total(of_shards)
+    value, exponent = fixed_point.total(call.exchange.gather(of_shards).flatten(1, 2))
+    sums = (value * power_of_two(exponent)).view(-1, divergence.width)
+    return sums.to(sides[0].softmax.total.dtype)
+
+
+def _digits(divergence: Divergence | BinnedDivergence, logs: Sequence[Tensor]) -> Tensor:
+    """[c, w, 4] a shard's terms as whole numbers, whose sums do not depend on the sharding."""
+    assert isinstance(divergence, Divergence)  # bins are refused
+    terms = divergence.terms(logs)
+    return torch.stack([fixed_point.digits(term, term.new_zeros(len(term))) for term in terms], 1)
+
+
+def _by_call(calls: Sequence[LossCall], values: Sequence[Any]) -> list[Sequence[Any]]:
+    """What belongs to each call, of values of all tensors."""
+    starts = [0, *accumulate(len(call.ranges) + call.lazy for call in calls)]
+    return [values[start:stop] for start, stop in pairwise(starts)]
+
+
+def _sources(calls: Sequence[LossCall], tensors: Sequence[Tensor]) -> list[Source]:
+    return [call.source(part) for call, part in zip(calls, _by_call(calls, tensors), strict=True)]

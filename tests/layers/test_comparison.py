@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.extras.distillation import comparison
+from megatron_vocabpar.layers.extras.distillation import Comparison
 from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of
 from megatron_vocabpar.layers.fp8 import Fp8Weight
 from megatron_vocabpar.layers.operands import ShardOptions
@@ -37,7 +37,7 @@ def layer(
     """The divergences [n], dX and dW."""
     shard, terms = VocabRange(0, len(weight), len(weight)), LossTerms(distillation=how)
     options = ShardOptions(terms=terms, with_input_gradient=early)
-    extras = [comparison(how, teacher.unsqueeze(1), None, len(weight))]
+    extras = [Comparison(how, teacher.unsqueeze(1), None, len(weight))]
     state, statistics = output_forward(x, weight, targets, shard, options, extras=extras)
     assert state is not None
     softmax = join(statistics[None], extras, place_of(statistics, extras))
@@ -109,7 +109,7 @@ def test_unlikely_ids_count(dtype: torch.dtype) -> None:
 def test_storage_without_small_numbers_is_refused() -> None:
     terms, shard = LossTerms(distillation=Distillation()), VocabRange(0, 48, 48)
     x, weight, targets = torch.ones(3, 16), torch.ones(48, 16), torch.zeros(3, dtype=torch.int64)
-    extras = [comparison(Distillation(), torch.zeros(3, 1, 48), None, 48)]
+    extras = [Comparison(Distillation(), torch.zeros(3, 1, 48), None, 48)]
     with pytest.raises(ValueError, match=r"exponentials in torch\.float16.*: use bfloat16, or"):
         output_forward(x.half(), weight.half(), targets, shard, ShardOptions(terms=terms), extras=extras)
     fp8 = ShardOptions(terms=terms, fp8_weight=Fp8Weight.of(weight, shard))

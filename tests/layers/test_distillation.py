@@ -11,7 +11,7 @@ import torch
 
 from lab.memory import peak_mib
 from megatron_vocabpar.layers.bins import TopLogprobs
-from megatron_vocabpar.layers.extras.distillation import Teacher, TeacherStates, comparison
+from megatron_vocabpar.layers.extras.distillation import Comparison, Teacher, TeacherStates
 from megatron_vocabpar.layers.extras.extra import Exchange, after_join, join, place_of
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output.plain import output_forward
@@ -41,7 +41,7 @@ def _peak(kind: str | None, given: str) -> tuple[float | None, int]:
     shard = VocabRange(0, VOCAB, VOCAB)
     x, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCAB, WIDTH)
     targets, main_grad = torch.randint(0, VOCAB, (TOKENS,)), torch.zeros(VOCAB, WIDTH)
-    teacher = None if how is None else comparison(how, teacher_of(given, shard), None, VOCAB)
+    teacher = None if how is None else Comparison(how, teacher_of(given, shard), None, VOCAB)
     terms = LossTerms(distillation=how)
     kept = []
 

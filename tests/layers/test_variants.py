@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from megatron_vocabpar.layers.embedding import embedding_backward
-from megatron_vocabpar.layers.extras.distillation import comparison
+from megatron_vocabpar.layers.extras.distillation import Comparison
 from megatron_vocabpar.layers.extras.entropy import Entropy
 from megatron_vocabpar.layers.extras.extra import Extra, join, place_of
 from megatron_vocabpar.layers.extras.target_rank import TargetRank
@@ -80,7 +80,7 @@ def microbatches(
         x = torch.randn(len(targets), hidden).to(dtype)
         if kind == "distillation":
             teacher = torch.randn(len(targets), 1, shard.rows)
-            extras = [comparison(Distillation(), teacher, None, shard.vocab_size)]
+            extras = [Comparison(Distillation(), teacher, None, shard.vocab_size)]
         given = x, weight, ShardTargets(rows, owned), shard
         state, stats = _statistics(given, options, extras, naive=kind == "naive")
         assert state is not None

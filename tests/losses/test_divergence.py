@@ -180,7 +180,7 @@ def test_a_certain_teacher_keeps_what_it_gives_the_other_ids() -> None:
     ("call", "says"),
     [
         (lambda x, s: vocab_kl(s, s), "both stored"),
-        (lambda x, s: vocab_kl(s, x[:1]), r"tokens \(1,\), stored log-probabilities of \(2,\)"),
+        (lambda x, s: vocab_kl(s, x[:1]), r"p has tokens \(2,\), q \(1,\)"),
         (lambda x, s: vocab_kl(s, x, invariant=True), "leave it out"),
         (lambda x, s: vocab_kl(x, x, mixture=1.0), "mixture 1.0: give more than 0"),
         (lambda x, s: vocab_top(x, 5), "the 5 most likely ids of 4: give 1 up to 4"),

@@ -54,7 +54,7 @@ def check(case: Case) -> None:
                 k = true.ids.shape[2]
                 assert top.ids[..., :k].tolist() == true.ids.tolist()
                 np.testing.assert_allclose(top.logprobs[..., :k], true.logprobs, rtol=2e-5)
-                assert not top.within(case.vocab_size).counted[..., k:].any()
+                assert bool((top.ids[..., k:] == -1).all())  # such entries count in no divergence
 
 
 @covering(("method", ["vocab-1", "vocab-2"]), ("pp", [1, 2, 3, 4]), ("tied", [False, True]))

@@ -3,8 +3,8 @@
 Pass S has stored the student's exponentials. When the statistics of all shards have met, log q_j is known on
 every shard without another product, and a second, small exchange gives the divergence:
 
-    a teacher with all logits     log-sum-exps of the teacher; then one sum of terms per token, two for js
-    a stored top k                k + 1 bins per token (``bins.py``), of which every rank makes it
+    a teacher with all logits     log-sum-exps of the teacher; then one sum per token, two for js
+    a stored top k                k + 1 sums per token (``../bins.py``)
 
 Both are made of chunks of tokens, and again for the gradient: no [n, P] tensor is kept. Logits are relative
 to the softmax's offset K: with E = exp(Y - k ln 2), ``Y_j - K ln 2 = ln E_j + (k - K) ln 2``.
@@ -16,14 +16,13 @@ Next: ``../output/plain.py``, which adds the gradient to the rows of E.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.bins import BinSlopes, TopLogprobs, shard_bins
+from megatron_vocabpar.layers.bins import BinnedDivergence, TopLogprobs
 from megatron_vocabpar.layers.divergence import Divergence
 from megatron_vocabpar.layers.extras.extra import Exchange, Extra
 from megatron_vocabpar.layers.gemm import product
@@ -51,37 +50,40 @@ Teacher = Tensor | TeacherStates | TopLogprobs
 
 
 class Comparison(Extra):
-    """Compares a student with its teacher on one shard. The number is [w, n], the divergence first.
+    """Compares a student with its teacher on one shard.
+
+    The number is [w, n]: the divergence, the log-sum-exps of the student and of a teacher that has them, and
+    the sums that the divergence is made of.
 
     Args:
         how: which divergence.
+        given: what the teacher gives for the microbatch.
         counted: [n] the student's tokens among the teacher's; None for all.
+        vocab_size: of both.
     """
 
     name = "divergence"
     has_curve = True
     reports = MappingProxyType({"divergence": "divergence", "cross_entropy": "cross-entropy"})
 
-    def __init__(self, how: Distillation, counted: Tensor | None) -> None:
-        self.how = how
-        self.divergence = Divergence(_mixture(how))
-        self._counted = counted
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """How many numbers a token has: the divergence, the student's log-sum-exp, and what follows."""
-
-    @abstractmethod
-    def _fill(self, student: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor) -> None:
-        """Write the numbers [w, n] but for the second, which is there."""
-
-    @abstractmethod
-    def slopes(self, student: StoredExponentials, softmax: Softmax, rows: slice) -> Tensor:
-        """[c, P'] the gradient of a chunk's divergences by the student's logits."""
+    def __init__(self, how: Distillation, given: Teacher, counted: Tensor | None, vocab_size: int) -> None:
+        self._how, self._counted = how, counted
+        self._student_first = how.kind == "reverse"
+        divergence = Divergence(how.mixture if how.kind == "js" else None)
+        self._divergence: Divergence | BinnedDivergence = divergence
+        self._teacher: Tensor | TeacherStates | None = None
+        if isinstance(given, TopLogprobs):
+            whole = slice(None)
+            stored = TopLogprobs(self._taken(given.logprobs, whole), self._taken(given.ids, whole))
+            self._divergence = BinnedDivergence.of(
+                divergence, stored, vocab_size, stored_first=not self._student_first
+            )
+        else:
+            self._teacher = given
+        self._sums = slice(2 if self._teacher is None else 3, None)
 
     def place(self, like: Tensor) -> Tensor:
-        return like.new_empty((self.width, *like.shape))
+        return like.new_empty((self._sums.start + self._divergence.width, *like.shape))
 
     def check_storage(self, dtype: torch.dtype) -> None:
         if torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny:
@@ -93,12 +95,21 @@ class Comparison(Extra):
     def after_join(
         self, stored: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor
     ) -> None:
-        temperature = self.how.temperature
+        temperature, chunks = self._how.temperature, stored.chunks()
         out[1] = softmax.total.log()
         if temperature != 1:
-            local = [stored.logits(softmax, rows, temperature).logsumexp(1) for rows in stored.chunks()]
+            local = [stored.logits(softmax, rows, temperature).logsumexp(1) for rows in chunks]
             out[1] = exchange.gather(torch.cat(local)).logsumexp(0)
-        self._fill(stored, softmax, exchange, out)
+        if self._teacher is not None:
+            local = [self._teacher_logits(stored, rows).logsumexp(1) for rows in chunks]
+            out[2] = exchange.gather(torch.cat(local)).logsumexp(0)
+        shares = [
+            self._divergence.part(rows).shares(self._logs(stored, softmax, out, rows), stored.shard)
+            for rows in chunks
+        ]
+        sums = exchange.total(torch.cat(shares))
+        out[self._sums] = sums.t()
+        out[0] = self._divergence.value(sums)
 
     def value(self, softmax: Softmax) -> Tensor:
         return super().value(softmax)[0]
@@ -109,119 +120,37 @@ class Comparison(Extra):
 
     def curve(self, stored: StoredExponentials, softmax: Softmax, slope: Tensor, rows: slice) -> Tensor:
         """Where the slope is 0 the gradient is left out: a teacher may have NaN at masked tokens."""
-        factor = slope[rows].unsqueeze(1)
-        return self.slopes(stored, softmax, rows).mul_(factor).masked_fill_(factor == 0, 0)
+        numbers, slope = softmax.extras[self.name], slope[rows] / self._how.temperature
+        logs = self._logs(stored, softmax, numbers, rows)
+        of = [self._student_first, not self._student_first] if len(logs) > 1 else [True]
+        gradient = self._divergence.part(rows).gradient(numbers[self._sums, rows].t(), slope)
+        by_student = gradient.apply_(logs, stored.shard, of)[of.index(True)]
+        assert by_student is not None
+        return by_student.masked_fill_(slope.unsqueeze(1) == 0, 0)
 
-    def of(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
-        """Both in the order of the divergence's p and q."""
-        return (student, teacher) if self.how.kind == "reverse" else (teacher, student)
+    def _logs(
+        self, student: StoredExponentials, softmax: Softmax, numbers: Tensor, rows: slice
+    ) -> list[Tensor]:
+        """[c, P'] each: the log-probabilities of a chunk, in the order of the divergence's p and q."""
+        of_student = student.logits(softmax, rows, self._how.temperature).sub_(numbers[1, rows].unsqueeze(1))
+        if self._teacher is None:
+            return [of_student]
+        of_teacher = self._teacher_logits(student, rows).sub_(numbers[2, rows].unsqueeze(1))
+        return [of_student, of_teacher] if self._student_first else [of_teacher, of_student]
 
-    def _log_q(self, student: StoredExponentials, softmax: Softmax, numbers: Tensor, rows: slice) -> Tensor:
-        return student.logits(softmax, rows, self.how.temperature).sub_(numbers[1, rows].unsqueeze(1))
+    def _teacher_logits(self, student: StoredExponentials, rows: slice) -> Tensor:
+        """[c, P'] the teacher's logits over the temperature, a copy in the statistics' dtype."""
+        dtype, valid = student.k.dtype, student.shard.valid_rows
+        if isinstance(self._teacher, TeacherStates):
+            hidden, weight = self._taken(self._teacher.hidden, rows), self._teacher.weight[:valid]
+            return product(hidden, weight.t()).to(dtype).div_(self._how.temperature)
+        assert self._teacher is not None
+        return self._taken(self._teacher, rows)[:, :valid].to(dtype, copy=True).div_(self._how.temperature)
 
     def _taken(self, values: Tensor, rows: slice) -> Tensor:
         """A chunk of the student's tokens, of the teacher's [s, b, ...]."""
         flat = values.flatten(0, 1)
         return flat[rows] if self._counted is None else flat.index_select(0, self._counted[rows])
-
-
-class WithAllLogits(Comparison):
-    """Compares with a teacher's logits, or with states that they are made of.
-
-    Rows of the number: D, the log-sum-exp of the student, that of the teacher, the sums that make up D.
-    """
-
-    def __init__(self, how: Distillation, given: Tensor | TeacherStates, counted: Tensor | None) -> None:
-        super().__init__(how, counted)
-        self._given = given
-
-    @property
-    def width(self) -> int:
-        return 3 + len(self.divergence.weights)
-
-    def _teacher(self, student: StoredExponentials, rows: slice, dtype: torch.dtype) -> Tensor:
-        """[c, P'] the teacher's logits over the temperature, a copy."""
-        valid = student.shard.valid_rows
-        if isinstance(self._given, TeacherStates):
-            hidden, weight = self._taken(self._given.hidden, rows), self._given.weight[:valid]
-            return product(hidden, weight.t()).to(dtype).div_(self.how.temperature)
-        return self._taken(self._given, rows)[:, :valid].to(dtype, copy=True).div_(self.how.temperature)
-
-    def _logs(
-        self, student: StoredExponentials, softmax: Softmax, numbers: Tensor, rows: slice
-    ) -> tuple[Tensor, Tensor]:
-        log_p = self._teacher(student, rows, numbers.dtype).sub_(numbers[2, rows].unsqueeze(1))
-        return self.of(log_p, self._log_q(student, softmax, numbers, rows))
-
-    def _fill(self, student: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor) -> None:
-        chunks = student.chunks()
-        local = [self._teacher(student, rows, out.dtype).logsumexp(1) for rows in chunks]
-        out[2] = exchange.gather(torch.cat(local)).logsumexp(0)
-        for rows in chunks:
-            terms = self.divergence.terms(*self._logs(student, softmax, out, rows))
-            for sums, term in zip(out[3:], terms, strict=True):
-                sums[rows] = term.sum(1)
-        out[3:] = exchange.total(out[3:].contiguous())
-        out[0] = self.divergence.value(out[3:])
-
-    def slopes(self, student: StoredExponentials, softmax: Softmax, rows: slice) -> Tensor:
-        numbers = softmax.extras[self.name]
-        of = (False, True) if self.how.kind != "reverse" else (True, False)
-        pair = self.divergence.slopes(*self._logs(student, softmax, numbers, rows), numbers[3:, rows], of)
-        slope = pair[of.index(True)]
-        assert slope is not None
-        return slope.div_(self.how.temperature)
-
-
-class WithTop(Comparison):
-    """Compares with a stored top k. Rows: D, the student's log-sum-exp, log R, log q of each id."""
-
-    def __init__(self, how: Distillation, stored: TopLogprobs, counted: Tensor | None) -> None:
-        super().__init__(how, counted)
-        whole = slice(None)
-        self._stored = TopLogprobs(self._taken(stored.logprobs, whole), self._taken(stored.ids, whole))
-        self._ids = self._stored.known_ids
-
-    @property
-    def width(self) -> int:
-        return 3 + self._ids.shape[1]
-
-    def _value(self, rest: Tensor, top: Tensor, rows: slice) -> Tensor:
-        stored = TopLogprobs(self._stored.logprobs[rows], self._stored.ids[rows])
-        bins = stored.bins_of(top, rest)
-        return self.divergence.of_bins(*self.of(stored.bins(bins.dtype), bins))
-
-    def _fill(self, student: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor) -> None:
-        parts = [
-            shard_bins(self._log_q(student, softmax, out, rows), self._ids[rows], student.shard)
-            for rows in student.chunks()
-        ]
-        bins = exchange.total(torch.cat(parts))
-        out[2], out[3:] = bins[:, -1].log(), bins[:, :-1].t()
-        out[0] = self._value(out[2], out[3:].t(), slice(None))
-
-    def _bin_slopes(self, numbers: Tensor, rows: slice) -> BinSlopes:
-        with torch.enable_grad():
-            rest, top = (each.clone().requires_grad_() for each in (numbers[2, rows], numbers[3:, rows].t()))
-            by_rest, by_top = torch.autograd.grad(self._value(rest, top, rows).sum(), (rest, top))
-        temperature = self.how.temperature
-        return BinSlopes.of(by_top / temperature, by_rest / temperature, rest.detach())
-
-    def slopes(self, student: StoredExponentials, softmax: Softmax, rows: slice) -> Tensor:
-        numbers = softmax.extras[self.name]
-        q = self._log_q(student, softmax, numbers, rows).exp_()
-        return self._bin_slopes(numbers, rows).apply_(q, self._ids[rows], student.shard)
-
-
-def comparison(how: Distillation, given: Teacher, counted: Tensor | None, vocab_size: int) -> Comparison:
-    """A microbatch's comparison with what its teacher gives; ``counted`` are the tokens, None for all."""
-    if isinstance(given, TopLogprobs):
-        return WithTop(how, given.within(vocab_size), counted)
-    return WithAllLogits(how, given, counted)
-
-
-def _mixture(how: Distillation) -> float | None:
-    return how.mixture if how.kind == "js" else None
 
 
 def check_teacher(given: Teacher, tokens: tuple[int, int], shard: VocabRange) -> None:

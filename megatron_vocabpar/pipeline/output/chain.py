@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers import extras as modules
-from megatron_vocabpar.layers.extras.distillation import check_teacher, comparison
+from megatron_vocabpar.layers.extras.distillation import Comparison, check_teacher
 from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.layers.extras.mean import Mean
 from megatron_vocabpar.layers.extras.target_rank import TargetRank
@@ -117,7 +117,7 @@ class OutputChain:
         _, b, s = microbatch.shape
         shard = self.model.shard.range
         check_teacher(given, (s, b), shard)
-        return (*self._constant, comparison(how, given, microbatch.counted, shard.vocab_size))
+        return (*self._constant, Comparison(how, given, microbatch.counted, shard.vocab_size))
 
     def softmax_pass(self, i: int) -> Pass:
         """The pass that left the exponentials and their statistics."""
