@@ -28,12 +28,11 @@ class Top(Extra):
     def after_join(
         self, stored: StoredExponentials, softmax: Softmax, exchange: Exchange, out: Tensor
     ) -> None:
-        log_total = softmax.total.log()
-        local = []
-        for rows in stored.chunks():
-            logprobs = stored.logits(softmax, rows, 1.0).sub_(log_total[rows].unsqueeze(1))
-            local.append(shard_top(logprobs, self._k, stored.shard))
+        local = [
+            shard_top(stored.logits(softmax, rows, 1.0), self._k, stored.shard) for rows in stored.chunks()
+        ]
         out.copy_(joined_top(exchange.gather(torch.cat(local))))
+        out[0] -= softmax.total.log().unsqueeze(1)
 
 
 def shard_top(y: Tensor, k: int, shard: VocabRange) -> Tensor:
