@@ -101,16 +101,28 @@ class BinnedDivergence:
 
     def value(self, sums: Tensor) -> Tensor:
         """The divergence [n] of the sums [n, k + 1] over all ids."""
-        return self.divergence.of_bins(*self._bins(sums))
+        (log_p, log_q), how = self._bins(sums), self.divergence
+        if how.mixture is None:
+            return (log_p.exp() * (log_p - log_q)).sum(1)
+        mixed = how.log_mixture(log_p, log_q)
+        sides = [(logs.exp() * (logs - mixed)).sum(1) for logs in (log_p, log_q)]
+        return how.weights[0] * sides[0] + how.weights[1] * sides[1]
 
     def gradient(self, sums: Tensor, slope: Tensor) -> BinGradient:
         """That of a loss by the logits; the arguments are those of ``Divergence.gradient``."""
-        by_bins = self.divergence.slopes_of_bins(*self._bins(sums), side=int(self.stored_first))
-        by_bins = by_bins.mul_(slope.unsqueeze(1))
+        by_bins = self._slopes(*self._bins(sums)).mul_(slope.unsqueeze(1))
         top = torch.where(self.ids >= 0, by_bins[:, :-1], 0)
         rest = torch.where(sums[:, -1] > REST, by_bins[:, -1], 0)
         together = top.sum(1) + rest
         return BinGradient(self.ids, top, together, rest / sums[:, -1].clamp(min=REST) - together)
+
+    def _slopes(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """[n, k + 1] those of the value by the logarithms of the bins that are not stored."""
+        how, side = self.divergence, int(self.stored_first)
+        if how.mixture is None:
+            return -log_p.exp() if side else log_p.exp() * (log_p - log_q + 1)
+        logs = log_q if side else log_p
+        return how.weights[side] * logs.exp() * (logs - how.log_mixture(log_p, log_q))
 
     def _bins(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """[n, k + 1] the bins of both distributions, in the divergence's order."""

@@ -100,21 +100,6 @@ class Divergence:
         assert self.mixture is not None
         return torch.logaddexp(log_p + log(self.mixture), log_q + log(1 - self.mixture))
 
-    def of_bins(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """[n] of few ids [n, k] whose probabilities may add up to less or more than 1."""
-        if self.mixture is None:
-            return (log_p.exp() * (log_p - log_q)).sum(-1)
-        mixed = self.log_mixture(log_p, log_q)
-        sides = [(logs.exp() * (logs - mixed)).sum(-1) for logs in (log_p, log_q)]
-        return self.weights[0] * sides[0] + self.weights[1] * sides[1]
-
-    def slopes_of_bins(self, log_p: Tensor, log_q: Tensor, side: int) -> Tensor:
-        """[n, k] the slopes of ``of_bins`` by the logarithms of p (side 0) or q (side 1)."""
-        if self.mixture is None:
-            return -log_p.exp() if side else log_p.exp() * (log_p - log_q + 1)
-        logs = log_q if side else log_p
-        return self.weights[side] * logs.exp() * (logs - self.log_mixture(log_p, log_q))
-
 
 class DivergenceGradient(NamedTuple):
     """The gradient of a loss by the logits of p and of q, from sums [n, w] and slopes [n]."""
