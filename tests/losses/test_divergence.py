@@ -137,6 +137,7 @@ def test_gradients_into_both_sides(kind: str) -> None:
         return vocab_kl(*ordered(kind, stored, q.split((4, 5), 1)), mixture=mixture)
 
     assert torch.autograd.gradcheck(bins, (q,))
+    assert torch.autograd.gradcheck(lambda q: vocab_kl(q, stored, mixture=mixture), (q,))
     fewer = TopLogprobs(stored.logprobs[1:2, :3], stored.ids[1:2, :3])
     torch.testing.assert_close(
         bins(q)[1:2], vocab_kl(*ordered(kind, fewer, q[1:2].split((4, 5), 1)), mixture=mixture)
