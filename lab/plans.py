@@ -110,7 +110,8 @@ def in_short() -> Iterator[str]:
         of_model = cells[first : first + len(GPUS)]
         name, gpu = of_model[0][0], of_model[0][1].split()[1]
         found = " | ".join(map(_in_short, of_model))
-        yield f"| {name}, {gpu} | {found} | {of_model[0][10].partition(',')[0]} |"
+        error_of_runs = next((each[10] for each in of_model if each[10] != "–"), "–")
+        yield f"| {name}, {gpu} | {found} | {error_of_runs.partition(',')[0]} |"
     yield ""
     yield "| model | GPUs | ours / Megatron's best | error |"
     yield "| --- | --- | --- | --- |"

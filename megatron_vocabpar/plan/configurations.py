@@ -9,9 +9,9 @@ that is neither faster than these nor near the best of all is not priced (``pric
 the fastest of ours and of Megatron's.
 
 Recomputation, an optimizer on the host and the precision-aware optimizer save memory and cost time or digits.
-One of our schedules takes the first of ``memory_variants`` with which it fits, in the order of their bounds;
-of Megatron's, whose number of chunks depends on what fits, the fastest of all variants is taken. Megatron's
-FSDP, which has no pipeline, is worked out for all configurations (``fsdp.py``).
+A schedule of ours, and a layout of Megatron's, takes the first of ``memory_variants`` with which it fits, in
+the order of their bounds. So moments in 16 bits, which change digits, come only where memory needs them.
+Megatron's FSDP, which has no pipeline, is worked out for all configurations (``fsdp.py``).
 
 The same question always has the same answer: nothing depends on the clock.
 Next: ``answer.py``, which prints them.
@@ -262,7 +262,7 @@ def quick_plays(
             ours += _fitting(question, variants[of_family.chunks], method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
-        fitted: set[str] = set()  # names of layouts that a variant with less work has played
+        fitted: set[str] = set()  # names of layouts that fit in a variant before: it has no more work
 
         def played(
             request: Request, below_ms: float, overlaps: bool = overlaps, fitted: set[str] = fitted
@@ -270,7 +270,7 @@ def quick_plays(
             layouts = (layout for layout in layouts_of(request) if layout.overlaps == overlaps)
             further = (layout for layout in layouts if layout.name not in fitted)
             choices = quick_stock_choices(request, further, below_ms)
-            fitted.update(choice.family for choice in choices if choice.fits)
+            fitted.update(choice.family for choice in choices if choice.fits or choice.problem)
             return choices
 
         below_ms = min([stock_ms, *map(_ms, stock)])

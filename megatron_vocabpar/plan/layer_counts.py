@@ -307,7 +307,7 @@ def _counted(layers: int, stages: int) -> Iterator[tuple[tuple[str, ...], tuple[
 
     14 layers on 4 stages divide evenly if both ends count: 16 make 4 a stage, so the stages have 3, 4, 4, 3.
     """
-    for counted in ((), ("loss",), ("embedding", "loss")):
+    for counted in ((), ("loss",), ("embedding", "loss")) if stages > 1 else ((),):
         share, left = divmod(layers + len(counted), stages)
         if left == 0 and (share > 1 or not counted or stages - 2 == layers):
             first, last = share - (len(counted) == 2), share - bool(counted)
