@@ -137,19 +137,6 @@ def runs_in_step(schedule: Schedule, program: Program) -> bool:
     return all(at == len(row) for at, row in zip(position, program, strict=True))
 
 
-def places_in_step(schedule: Schedule, program: Program) -> dict[Instruction, int]:
-    """The place of each instruction in one order of all ranks' ends; none waits for a later one.
-
-    The parts of one communication share a place. Say some ranks stand still. The rank whose instruction has
-    the first place does not wait for the others that stand: it waits for a rank that has yet to join.
-    """
-    waits, places = Waits(schedule, program, NONE_LATE), dict[Hashable, int]()
-    for node in _in_order(waits.under(STRICTEST, range(schedule.p))):
-        if waits.is_end(node):
-            places.setdefault(shared_name(waits.step(node).item), len(places))
-    return {item: places[shared_name(item)] for row in program for item in row}
-
-
 def _hang(waits: Waits, model: QueueModel) -> tuple[Wait, ...]:
     for held in _held(waits.schedule.p, model):
         circle = _circle(waits.under(model, held))

@@ -137,9 +137,6 @@ class Waits:
         """Whether a node is the event that all ranks have joined a communication."""
         return node % _PHASES == _JOINED
 
-    def is_end(self, node: int) -> bool:
-        return node % _PHASES == _ENDED
-
     def step(self, node: int) -> Waiting:
         """A rank's node in words."""
         k, phase = divmod(node, _PHASES)
