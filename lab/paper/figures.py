@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 
+from lab.emulated_bars import PREDICTED
 from lab.paper.rows import read_rows
 from lab.paper.simulated import Compared
 from megatron_vocabpar.schedule.draw import draw_svg, draw_text, lay_out, planned_chart
-from megatron_vocabpar.schedule.draw.lengths import PREDICTED
 from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.simulate import Simulation, simulate

@@ -20,10 +20,12 @@ from click.testing import CliRunner
 from lab import __main__ as command
 from lab import beside, emulated_passes
 from lab.beside import OtherWork
+from lab.emulated_bars import Length, lay_out_lengths
 from lab.emulated_passes import EmulatedRank
 from lab.emulation import emulate
 from megatron_vocabpar.runtime.comm import create_groups, warm_up
 from megatron_vocabpar.runtime.timeline import COMPUTE, WAIT
+from megatron_vocabpar.schedule.draw.scene import Box, Text
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
@@ -243,3 +245,20 @@ def test_it_takes_as_long_as_the_simulator_says() -> None:
     if off and (busy := beside.warning(other_work.share())):
         pytest.skip(busy)  # as beside the other process of ``make test-long``
     assert not off
+
+
+def test_bars_are_as_long_as_their_iterations() -> None:
+    lengths = [
+        Length("baseline", 200.0, 0.5, 190.0, "#4a7fc1"),
+        Length("vocab-2", 100.0, 0.25, 110.0, "#c0392b"),
+    ]
+    scene = lay_out_lengths("title", lengths)
+    boxes = [shape for shape in scene.shapes if isinstance(shape, Box) and shape.hover]
+    (busy, idle, mark), (busy_2, idle_2, mark_2) = boxes[:3], boxes[3:]
+    assert busy.width == idle.width == pytest.approx(busy_2.width / 0.75)
+    assert idle_2.width == pytest.approx(busy_2.width / 3)
+    left, whole = busy.x, busy.width + idle.width
+    assert idle.x == left + busy.width
+    assert [(box.x + 1 - left) / whole for box in (mark, mark_2)] == pytest.approx([0.95, 0.55])
+    texts = [shape.text for shape in scene.shapes if isinstance(shape, Text)]
+    assert {"200 ms", "100 ms, 2.00 × as fast", "baseline", "vocab-2"} <= set(texts)

@@ -24,8 +24,6 @@ from megatron_vocabpar.schedule.draw import (
     planned_chart,
     read_timeline,
 )
-from megatron_vocabpar.schedule.draw.lengths import Length, lay_out_lengths
-from megatron_vocabpar.schedule.draw.scene import Box, Text
 from megatron_vocabpar.schedule.draw.style import shade
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
@@ -366,17 +364,3 @@ def test_charts_below_each_other_share_one_time_axis() -> None:
     grounds = [e for e in root.iter() if e.tag.endswith("rect") and e.attrib["fill"] == "#f3f3f3"]
     widths = [float(e.attrib["width"]) for e in grounds]
     assert widths[0] / widths[2] == pytest.approx(charts[0].length_ms / charts[1].length_ms, rel=1e-3)
-
-
-def test_bars_are_as_long_as_their_iterations() -> None:
-    lengths = [Length("baseline", 200.0, 0.5, 190.0), Length("vocab-2", 100.0, 0.25, 110.0)]
-    scene = lay_out_lengths("title", lengths)
-    boxes = [shape for shape in scene.shapes if isinstance(shape, Box) and shape.hover]
-    (busy, idle, mark), (busy_2, idle_2, mark_2) = boxes[:3], boxes[3:]
-    assert busy.width == idle.width == pytest.approx(busy_2.width / 0.75)
-    assert idle_2.width == pytest.approx(busy_2.width / 3)
-    left, whole = busy.x, busy.width + idle.width
-    assert idle.x == left + busy.width
-    assert [(box.x + 1 - left) / whole for box in (mark, mark_2)] == pytest.approx([0.95, 0.55])
-    texts = [shape.text for shape in scene.shapes if isinstance(shape, Text)]
-    assert {"200 ms", "100 ms, 2.00 × as fast", "baseline", "vocab-2"} <= set(texts)
