@@ -12,9 +12,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, axis
+from megatron_vocabpar.schedule.draw.scene import Box, Scene, Text, axis, draw_svg
 from megatron_vocabpar.schedule.draw.style import QUIET
-from megatron_vocabpar.schedule.draw.svg import draw_svg
 from megatron_vocabpar.train.output import EMULATION_FILE, EMULATION_PICTURE_FILE
 from megatron_vocabpar.train.plots import COLOURS, OTHER_COLOUR
 from megatron_vocabpar.train.tables import emulation_settings

@@ -2,7 +2,7 @@
 
 Each picture has one row for each rank. ``text.py`` and ``trace.py`` draw a simulation. All others draw charts
 (``chart.py``), planned or measured (``measured.py``), one below the other: ``html.py`` in a browser, and
-``svg.py`` once ``scene.py`` has laid them out.
+``scene.py`` as SVG.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from megatron_vocabpar.schedule.draw.measured import (
     measured_times,
     read_timeline,
 )
-from megatron_vocabpar.schedule.draw.scene import lay_out
-from megatron_vocabpar.schedule.draw.svg import draw_svg
+from megatron_vocabpar.schedule.draw.scene import draw_svg, lay_out
 from megatron_vocabpar.schedule.draw.text import draw_text
 from megatron_vocabpar.schedule.draw.trace import draw_trace
 

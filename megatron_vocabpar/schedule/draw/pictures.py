@@ -10,8 +10,7 @@ from typing import Any
 from megatron_vocabpar.schedule.draw.chart import name_of, planned_chart
 from megatron_vocabpar.schedule.draw.html import draw_html
 from megatron_vocabpar.schedule.draw.measured import WHY_THEY_DIFFER, measured_chart, measured_times
-from megatron_vocabpar.schedule.draw.scene import lay_out
-from megatron_vocabpar.schedule.draw.svg import draw_svg
+from megatron_vocabpar.schedule.draw.scene import draw_svg, lay_out
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.simulate import simulate
 

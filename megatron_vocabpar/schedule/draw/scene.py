@@ -1,14 +1,15 @@
-"""Lays out charts as rectangles and texts, which ``svg.py`` paints.
+"""Lays out charts as rectangles and texts, and writes these as SVG, for a page or a paper.
 
 Each rank has a row, and time goes to the right. A pass shows its microbatch if that fits. Charts stand one
-below the other on one time axis, so that a reader can compare a planned and a measured one. Lengths are
-pixels (of 1/96 inch).
+below the other on one time axis, so that a reader can compare a planned and a measured one. Over a pass, a
+browser shows its type and times. Lengths are pixels (of 1/96 inch).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from math import ceil, log10
 from typing import Literal
 
@@ -159,3 +160,34 @@ def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Box |
         shapes.append(Text(x + 5, y + 11, text))
         x += 5 + len(text) * _LETTER + 14
     return shapes, y
+
+
+def draw_svg(scene: Scene) -> str:
+    """A scene as the text of an SVG file."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {scene.width:.0f} {scene.height:.0f}" '
+        f'width="{scene.width:.0f}" height="{scene.height:.0f}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="11">'
+    ]
+    for shape in scene.shapes:
+        lines += _svg_of_box(shape) if isinstance(shape, Box) else _svg_of_text(shape)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _svg_of_box(box: Box) -> Iterator[str]:
+    edge = f' stroke="#444444" stroke-width="{box.edge:g}"' if box.edge else ""
+    head = (
+        f'<rect x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}" '
+        f'fill="{box.fill}"{edge}'
+    )
+    yield f"{head}><title>{escape(box.hover)}</title></rect>" if box.hover else f"{head}/>"
+
+
+def _svg_of_text(text: Text) -> Iterator[str]:
+    extra = "" if text.anchor == "start" else f' text-anchor="{text.anchor}"'
+    extra += "" if text.size == 11 else f' font-size="{text.size:g}"'
+    extra += ' font-weight="bold"' if text.bold else ""
+    yield (
+        f'<text x="{text.x:.2f}" y="{text.y:.2f}" fill="{text.colour}"{extra} pointer-events="none">'
+        f"{escape(text.text)}</text>"
+    )
