@@ -5,8 +5,8 @@
     logprobs = vocab_logprobs(LazyLogits(hidden, weight_shard), targets, group=tp_group)  # never made whole
 
 Start with ``functions.py``; then ``summary.py`` (the mathematics), ``exchange.py`` (one process or many),
-``reductions.py`` (masks and denominators), ``zigzag.py`` (context parallelism), ``compat`` (signatures of
-ROLL, verl, NeMo-RL and slime).
+``kl.py`` (divergences), ``reductions.py`` (masks and denominators), ``zigzag.py`` (context parallelism),
+``compat/roll.py`` (the signatures of ROLL).
 """
 
 from megatron_vocabpar.layers.bins import TopLogprobs
@@ -17,10 +17,10 @@ from megatron_vocabpar.losses.functions import (
     vocab_logprobs,
     vocab_logprobs_and_entropy,
     vocab_target_rank,
+    vocab_top,
 )
 from megatron_vocabpar.losses.kl import vocab_kl
 from megatron_vocabpar.losses.sources import LazyLogits
-from megatron_vocabpar.losses.top_k import vocab_top
 
 __all__ = [
     "LazyLogits",

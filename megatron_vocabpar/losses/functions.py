@@ -4,6 +4,7 @@
     vocab_entropy         -sum_j p_j log p_j
     vocab_cross_entropy   -log p_target, label smoothing, z-loss
     vocab_argmax          the most likely id               vocab_target_rank: how many ids are likelier
+    vocab_top             the k most likely ids, and their log-probabilities
 
 ``kl.py`` has the divergence of two distributions. Each takes ``logits``: this rank's shard [..., P], a list
 of all shards (in one process), or ``LazyLogits(hidden, weight)``. ``arguments.Layout`` has the keyword
@@ -18,6 +19,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from megatron_vocabpar.layers.bins import TopLogprobs
+from megatron_vocabpar.layers.exponents import subtract_power_log_
+from megatron_vocabpar.layers.extras.top import joined_top, shard_top
 from megatron_vocabpar.layers.gemm import exact
 from megatron_vocabpar.layers.kernels.reference import take_target_
 from megatron_vocabpar.layers.partition import VocabRange
@@ -27,7 +31,7 @@ from megatron_vocabpar.layers.token_loss import token_loss
 from megatron_vocabpar.losses.arguments import Layout, check_targets, leading_shape, prepare, summarise
 from megatron_vocabpar.losses.reductions import reduce_tokens
 from megatron_vocabpar.losses.sources import Logits
-from megatron_vocabpar.losses.summary import of_chunks
+from megatron_vocabpar.losses.summary import normaliser_of, of_chunks
 
 _SEGMENT = 256
 """Columns of one step of ``_first_largest``."""
@@ -189,6 +193,35 @@ def vocab_target_rank(
 
     rank = call.exchange.total(of_chunks(call, source, larger))
     return torch.where(counted, rank.view(counted.shape), -1)
+
+
+def vocab_top(logits: Logits, k: int, **layout: Unpack[Layout]) -> TopLogprobs:
+    """The k most likely ids of every token and their log-probabilities, most likely first; no gradient.
+
+    Args:
+        logits, layout: as in ``vocab_logprobs``; ``softcap`` and ``temperature`` are applied.
+        k: 1 up to the size of the vocabulary.
+
+    Returns:
+        logprobs [..., k] fp32 (fp64 for fp64) and ids [..., k] int64, the same on every rank.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    call, tensors = prepare(logits, {**layout, "inference_only": True, "invariant": False})
+    if not 1 <= k <= call.vocab_size:
+        raise ValueError(f"the {k} most likely ids of {call.vocab_size}: give 1 up to {call.vocab_size}")
+    source = call.source(tensors)
+    softmax = normaliser_of(call, source)
+
+    def largest(y: Tensor, shard: VocabRange, rows: slice) -> Tensor:
+        return shard_top(y, k, shard)
+
+    top, ids = joined_top(call.exchange.gather(of_chunks(call, source, largest)))
+    logs = subtract_power_log_(top.to(softmax.total.dtype), softmax.offset.unsqueeze(1))
+    logs = logs.sub_(softmax.total.log().unsqueeze(1))
+    shape = (*leading_shape(logits), k)
+    return TopLogprobs(logs.view(shape), ids.long().view(shape))
 
 
 def _first_largest(y: Tensor) -> tuple[Tensor, Tensor]:

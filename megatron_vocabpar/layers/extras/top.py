@@ -1,6 +1,6 @@
 """The k most likely ids of every token, from those of its shards.
 
-Next: ``../../losses/top_k.py``, from logits.
+Next: ``vocab_top`` of ``../../losses/functions.py``, from logits.
 """
 
 from __future__ import annotations
