@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from megatron_vocabpar.layers.terms import Distillation
+from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.option import asked_for, option
-
-if TYPE_CHECKING:
-    from megatron_vocabpar.layers.terms import LossTerms
 
 
 @dataclass(frozen=True)
@@ -155,8 +151,6 @@ class VocabOptions:
     @cached_property
     def terms(self) -> LossTerms:
         """The terms of a token's loss; a ``ValueError`` for values that no loss has."""
-        from megatron_vocabpar.layers.terms import LossTerms
-
         return LossTerms(**{name: getattr(self, name) for name in TERMS})
 
     @property
