@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,14 @@ print([name for path in glob.glob("/proc/self/task/*/comm") if "gloo" in (name :
 def test_no_thread_of_gloo_outlives_its_group() -> None:
     done = subprocess.run([sys.executable, "-c", _LATE_IMPORT], capture_output=True, text=True, timeout=240)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.slow
+def test_the_sample_of_the_page_prints_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    sample, printed = re.findall(r"^```python\n(.*?)^```\n\n((?: {4}[^\n]*\n)+)", page, re.M | re.S)[0]
+    (tmp_path / "sample.py").write_text(sample)
+    shown = _run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"{tmp_path}/sample.py"
+    )
+    assert sorted(shown.splitlines()) == [line.strip() for line in printed.splitlines()]
