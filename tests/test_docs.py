@@ -141,3 +141,15 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert not re.search(r"""(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)\b""", first)
     assert '[data-md-color-scheme="slate"] .md-typeset img' in (tmp_path / "site" / "site.css").read_text()
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+    lost = [
+        f"{page.name}: {target}"
+        for page in (tmp_path / "site").rglob("*.html")
+        if page.name != "404.html"  # its links are from the root of a server
+        for target in re.findall(
+            r"""(?:href|src)="?(?!\w+:|#)([^"#?> ]+)""", page.read_text(encoding="utf-8")
+        )
+        if not (page.parent / target).exists()
+    ]
+    assert lost == []
+    modules = (tmp_path / "site" / "schedules.html").read_text(encoding="utf-8")
+    assert 'href="megatron_vocabpar/schedule/make/bounds.py.html"' in modules  # outside docs/
