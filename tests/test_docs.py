@@ -100,6 +100,16 @@ def test_files_that_a_page_names_with_their_folders_are_there(page: Path) -> Non
     assert not_there(page, (name for name in names if "/" in name)) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_flags_that_a_page_names_are_there(page: Path) -> None:
+    """Those of Megatron's launch lines, of which ``docs/flags.md`` has a heading each."""
+    headings = re.findall(
+        r"^### (\S+)$", (ROOT / "docs" / "flags.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    named = re.findall(r"--((?:enable-)?vocab-parallel[\w-]*\w)", page.read_text(encoding="utf-8"))
+    assert sorted({*named} - {*headings}) == []
+
+
 def test_the_samples_of_the_readme_run(tmp_path: Path) -> None:
     samples = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S

@@ -18,6 +18,7 @@ PAGES = [
 
 _BLOCK = re.compile(r"^```(?:bash|sh|shell)?\n(.*?)^```$|^((?: {4}[^ \n].*\n)+)", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
+_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 _SETS = re.compile(r"\w+=\S*")
 _SCRIPT = re.compile(r"scripts/[\w/]+\.(?:sh|sbatch|py)")
 _ENDS = {"&&", "||", "|", ";", ">"}
@@ -25,7 +26,7 @@ _OURS = ("megatron_vocabpar", "lab")
 
 
 class Typed(NamedTuple):
-    """A command on a page; ``whole`` if it is a line of code, not a part of a sentence."""
+    """A command on a page; ``whole`` if it is a line of code, or stands with options in a table."""
 
     page: str
     words: list[str]
@@ -53,7 +54,9 @@ def commands_of(page: Path) -> Iterator[Typed]:
     blocks = "".join(part for block in _BLOCK.findall(text) for part in block)
     lines = blocks.replace("\\\n", " ").splitlines()
     in_code = (line for line in lines if "`" not in line)  # what has some is a paragraph of a list
-    for whole, parts in ((True, in_code), (False, _INLINE.findall(text))):
+    rows = "\n".join(_ROW.findall(text)).replace("\\|", "|")
+    in_rows = (part for part in _INLINE.findall(rows) if " --" in part)
+    for whole, parts in ((True, in_code), (True, in_rows), (False, _INLINE.findall(text))):
         for part in parts:
             for words in filter(None, commands(part)):
                 yield Typed(page.name, words, whole)
