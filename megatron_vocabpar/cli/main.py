@@ -35,7 +35,7 @@ _EXAMPLES = {
     "schedule": "vocabpar schedule --method vocab-1 --family v-half --pp 4 --format svg --output v-half.svg",
     "simulate": "vocabpar simulate schedule.json --costs costs.json",
     "plan": "vocabpar plan --preset llama-3.1-70b --gpus 64",
-    "layout": "vocabpar layout --preset llama-3.1-70b --pp 8 --tp 4",
+    "layout": "vocabpar layout --preset llama-3.2-3b --pp 4",
     "train": "vocabpar train --method vocab-2 --compare baseline --steps 40",
     "doctor": "vocabpar doctor --megatron ~/Megatron-LM",
 }

@@ -79,7 +79,7 @@ function meaning(data, bar) {
   const type = bar[TYPE] < passes ? data.types[bar[TYPE]] : data.comms[bar[TYPE] - passes];
   const dot = /\d$/.test(type.name) ? "." : "";
   const several = data.types[0].fills.length > 1 && ["F", "B", "W"].includes(type.name);
-  const place = ["F", "B", "W"].includes(type.name) ? `stage ${bar[STAGE]}` : `rank ${bar[STAGE]}`;
+  const place = ["F", "B", "W"].includes(type.name) ? `stage ${bar[STAGE]}` : `pipeline rank ${bar[STAGE]}`;
   return [
     `${bar[STAGE]}${type.name}${dot}${bar[MICROBATCH]}: ${type.meaning}`,
     `${place}${several ? `, chunk ${bar[CHUNK]}` : ""}, microbatch ${bar[MICROBATCH]}`,
