@@ -51,8 +51,9 @@ def config_from(environment: Mapping[str, str]) -> FlagConfig:
     words = shlex.split(environment.get("VOCAB_PARALLEL_FLAGS", ""))
     config = config_from_argv([ENABLE, *words])
     defaults = config_from_argv([ENABLE])
-    chosen = {name: getattr(config, name) for name in ("timeline", "costs", "redistribute", "layout")}
-    asked = [spell(name, value) for name, value in chosen.items() if value != getattr(defaults, name)]
+    chosen = {name: getattr(config, name) for name in ("timeline", "costs", "layout")}
+    asked = ["--enable-layer-redistribution"] if config.redistribute else []
+    asked += [spell(name, value) for name, value in chosen.items() if value != getattr(defaults, name)]
     ours = asked_for(config.options, ("independent_init", "metrics"))
     asked += [spell(name, getattr(config.options, name)) for name in ours]
     if asked or not config.partitions_vocabulary or config.is_placed:

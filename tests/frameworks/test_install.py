@@ -151,6 +151,21 @@ def test_flags_without_a_use_are_refused(flags: str) -> None:
         config_from({"VOCAB_PARALLEL_FLAGS": flags})
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--vocab-parallel-timeline 3",
+        "--vocab-parallel-costs costs.json",
+        "--vocab-parallel-layout auto",
+        "--vocab-parallel-metrics entropy",
+        "--enable-layer-redistribution",
+    ],
+)
+def test_a_refused_flag_is_named_as_it_is_written(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"and not {flag}$"):
+        config_from({"VOCAB_PARALLEL_FLAGS": flag})
+
+
 def test_a_registry_of_megatrons_takes_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of ``patches/upstream``: Megatron's own function stays where it is."""
     registered: list[Any] = []
