@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vocabpar.layers.divergence import Divergence
+from megatron_vocabpar.layers.divergence import Divergence, weighted_logs
 from megatron_vocabpar.layers.partition import VocabRange
 
 REST = 1e-8
@@ -103,9 +103,9 @@ class BinnedDivergence:
         """The divergence [n] of the sums [n, k + 1] over all ids."""
         (log_p, log_q), how = self._bins(sums), self.divergence
         if how.mixture is None:
-            return (log_p.exp() * (log_p - log_q)).sum(1)
+            return weighted_logs(log_p.exp(), log_p - log_q).sum(1)
         mixed = how.log_mixture(log_p, log_q)
-        sides = [(logs.exp() * (logs - mixed)).sum(1) for logs in (log_p, log_q)]
+        sides = [weighted_logs(logs.exp(), logs - mixed).sum(1) for logs in (log_p, log_q)]
         return how.weights[0] * sides[0] + how.weights[1] * sides[1]
 
     def gradient(self, sums: Tensor, slope: Tensor) -> BinGradient:
@@ -120,9 +120,9 @@ class BinnedDivergence:
         """[n, k + 1] those of the value by the logarithms of the bins that are not stored."""
         how, side = self.divergence, int(self.stored_first)
         if how.mixture is None:
-            return -log_p.exp() if side else log_p.exp() * (log_p - log_q + 1)
+            return -log_p.exp() if side else weighted_logs(log_p.exp(), log_p - log_q + 1)
         logs = log_q if side else log_p
-        return how.weights[side] * logs.exp() * (logs - how.log_mixture(log_p, log_q))
+        return how.weights[side] * weighted_logs(logs.exp(), logs - how.log_mixture(log_p, log_q))
 
     def _bins(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """[n, k + 1] the bins of both distributions, in the divergence's order."""

@@ -166,6 +166,23 @@ def test_nothing_beyond_the_stored_ids() -> None:
     torch.testing.assert_close(grad.double(), log_q.exp() - log_p.exp(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stored_id_that_the_student_cannot_choose(kind: str) -> None:
+    """Its logit is -inf: only the forward KL is infinite, and no gradient is NaN but that one's."""
+    teacher = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).log_softmax(-1)
+    student = torch.tensor([[float("-inf"), 1.0, 2.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    stored = TopLogprobs(*teacher.topk(2))
+    found = vocab_kl(*ordered(kind, stored, student), mixture=MIXTURE if kind == "js" else None)
+    if kind == "forward":
+        assert found.item() == float("inf")
+        return
+    finite = torch.where(student.isinf(), -700.0, student.detach())
+    logs = [binned(each.double().log_softmax(-1), stored.ids) for each in (teacher, finite)]
+    assert error(found.detach(), divergence(kind, *ordered(kind, *logs))) < 1e-6
+    (gradient,) = torch.autograd.grad(found.sum(), student)
+    assert gradient.isfinite().all()
+
+
 def test_a_certain_teacher_keeps_what_it_gives_the_other_ids() -> None:
     """From 2e-8 on, which is less than a digit of 1 in float32."""
     rest = torch.logspace(-7.7, -5, 40, dtype=torch.float64)
