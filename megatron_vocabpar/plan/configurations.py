@@ -9,8 +9,9 @@ that is neither faster than these nor near the best of all is not priced (``pric
 the fastest of ours and of Megatron's.
 
 Recomputation, an optimizer on the host and the precision-aware optimizer save memory and cost time or digits.
-A schedule of ours, and a layout of Megatron's, takes the first of ``memory_variants`` with which it fits, in
-the order of their bounds. So moments in 16 bits, which change digits, come only where memory needs them.
+A schedule of ours takes the first of ``memory_variants`` with which it fits, in the order of their bounds. So
+does a layout of Megatron's, and then those in which it may be faster: whole layers run again, often more than
+a bound counts. So moments in 16 bits, which change digits, come only where memory needs them.
 Megatron's FSDP, which has no pipeline, is worked out for all configurations (``fsdp.py``).
 
 The same question always has the same answer: nothing depends on the clock.
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import chain, islice, product
 from math import inf
 from statistics import fmean
@@ -261,21 +263,35 @@ def quick_plays(
             limits = min(ours_ms, least), _NEAR_BEST * min(best_ms, least)
             ours += _fitting(question, variants[of_family.chunks], method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
+    bound = cache(partial(bound_ms, question))
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
-        fitted: set[str] = set()  # names of layouts that fit in a variant before: it has no more work
+        fitted: dict[_Placed, float] = {}  # the least bound of a variant in which a layout fits
 
         def played(
-            request: Request, below_ms: float, overlaps: bool = overlaps, fitted: set[str] = fitted
+            request: Request,
+            below_ms: float,
+            overlaps: bool = overlaps,
+            fitted: dict[_Placed, float] = fitted,
         ) -> list[Choice]:
-            layouts = (layout for layout in layouts_of(request) if layout.overlaps == overlaps)
-            further = (layout for layout in layouts if layout.name not in fitted)
+            further = [
+                layout
+                for layout in layouts_of(request)
+                if layout.overlaps == overlaps
+                and bound(in_whole_layers(request.job, layout.layers))
+                < fitted.get((layout.name, layout.layers), inf)
+            ]
             choices = quick_stock_choices(request, further, below_ms)
-            fitted.update(choice.family for choice in choices if choice.fits or choice.problem)
+            done = (choice for choice in choices if choice.fits or choice.problem)
+            fitted.update({(choice.family, choice.layers): bound(choice.request.job) for choice in done})
             return choices
 
         below_ms = min([stock_ms, *map(_ms, stock)])
         stock += _of_fastest_variant(question, variants[0], "stock", played, below_ms, alike=False)
     return [*_near_best(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
+
+
+_Placed = tuple[str, tuple[int, ...]]
+"""A layout's name and its layers: two by hand have the same name."""
 
 
 def _near_best(choices: list[Choice]) -> list[Choice]:
@@ -316,17 +332,19 @@ def _of_fastest_variant(
     """What fits in the variant of a job that is the fastest, if it takes less than ``below_ms``.
 
     Variants come by their bounds. If their schedules are ``alike``, the first in which any fits is the
-    fastest; else the first whose bound is not below the fastest ends the search. A variant that would not fit
-    with as many microbatches as one that did not is not played.
+    fastest; else the first whose bound is not below the fastest ends the search. A variant is not played if
+    nothing that did not fit would fit in it with as many microbatches.
     """
-    needed_gib, lightest, best = 0.0, None, []
+    needed_gib, too_large, best = 0.0, list[Choice](), list[Choice]()
     for bound, variant in variants:
         if bound >= below_ms:
             break
-        if not _fits_with(question, variant, _LEAST_HELD[family] * variant.p, mean=True):
+        least = variant if alike else replace(variant, recomputed=1.0)  # in whole layers, it may be all
+        if not _fits_with(question, least, _LEAST_HELD[family] * variant.p, mean=True):
             needed_gib = needed_gib or question.limit_gib
             continue
-        if lightest and peak_gib_with(lightest, variant) > _CLEARLY_MORE * question.limit_gib:
+        most_gib = _CLEARLY_MORE * question.limit_gib
+        if too_large and all(peak_gib_with(choice, variant) > most_gib for choice in too_large):
             continue
         request = Request(question.model, variant, question.hardware, question.limit_gib)
         choices = [choice for choice in played(request, below_ms) if not choice.problem]
@@ -336,8 +354,8 @@ def _of_fastest_variant(
         if fitting and min(map(_ms, fitting)) < below_ms:
             best, below_ms = fitting, min(map(_ms, fitting))
         elif choices and not fitting:
-            lightest = min(choices, key=lambda choice: choice.peak_gib)
-            needed_gib = lightest.peak_gib
+            too_large = choices
+            needed_gib = min(choice.peak_gib for choice in choices)
     return best
 
 

@@ -213,6 +213,7 @@ def _choice(
 def peak_gib_with(choice: Choice, job: Job) -> float:
     """The GiB of the rank with most, if ranks held what they do in ``choice`` and ``job`` were its job."""
     model, chunks = choice.request.model, len(choice.layers) // job.p
+    job = in_whole_layers(job, choice.layers)
     if choice.method == STOCK:
         method, placement = method_named(BASELINE), Placement(job.p, chunks, "standard")
     else:

@@ -33,8 +33,9 @@ from megatron_vocabpar.plan.configurations import (
 )
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import RECOMPUTE, Job
+from megatron_vocabpar.plan.layer_counts import layouts_of
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.plays import play_in_full, stock_choices
+from megatron_vocabpar.plan.plays import play_in_full, quick_stock_choices, stock_choices
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stage_memory import GIB, StageMemory
 from megatron_vocabpar.schedule.make.problem import Problem
@@ -155,6 +156,21 @@ def test_a_rung_that_is_too_slow_does_not_hide_a_faster_one() -> None:
     (found,) = quick_plays(asked, job, ours_ms=0.0, stock_ms=recomputed)
     assert (found.request.job.offload, found.request.job.recompute) == (True, "none")
     assert found.iteration_ms < 0.8 * recomputed
+
+
+@pytest.mark.parametrize(("layers", "p", "limit_gib"), [(6, 2, 18.0), (6, 2, 19.0), (12, 4, 18.5)])
+def test_every_layout_is_played_in_every_variant_that_may_be_faster(
+    layers: int, p: int, limit_gib: float
+) -> None:
+    """Whole layers run again, so a layout's fastest variant may have a greater bound; others are lighter."""
+    asked = Question(replace(small(layers=layers), seq_length=4096), H100, p, p, limit_gib)
+    least = inf
+    for variant in memory_variants(asked, Job(p=p, m=p)):
+        request = Request(asked.model, variant, H100, limit_gib)
+        choices = quick_stock_choices(request, layouts_of(request), least)
+        least = min([least, *(one.iteration_ms for one in choices if one.fits and not one.problem)])
+    (found,) = quick_plays(asked, Job(p=p, m=p), ours_ms=0.0)
+    assert found.iteration_ms <= 1.003 * least < inf
 
 
 @pytest.mark.slow
