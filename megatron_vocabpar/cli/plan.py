@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from megatron_vocabpar.cli.files import FORMAT, click_options, tell
-from megatron_vocabpar.cli.given_layout import layout_of_arguments
+from megatron_vocabpar.cli.given_layout import layout_of_arguments, recomputed_with
 from megatron_vocabpar.cli.job_options import PlanOptions, checked_options
 from megatron_vocabpar.plan.answer import answer_for_job, answer_json, print_answer
 from megatron_vocabpar.plan.choice import Request
@@ -70,6 +70,9 @@ def plan_command(ctx: click.Context, output_format: str, arguments: tuple[str, .
     costs, price = _measured(options["costs_file"])
     request = Request(model, job, gpu, limit, costs, price)
     own = layout_of_arguments(given, request)
+    if own and not options["recompute"]:
+        job = replace(job, recomputed=recomputed_with(given, job, own.layers))
+        request = replace(request, job=job)
     notes += [*other_gpus(given, job.gpus), *unused(given, options)]
     answer = answer_for_job(request, notes, own, workers=min(WORKERS, os.cpu_count() or 1))
     if output_format == "json":

@@ -144,6 +144,11 @@ def test_recomputation_is_full_where_nothing_follows() -> None:
         ("--decoder-last-pipeline-num-layers 3", [3, 3, 3, 3]),
         ("--num-virtual-stages-per-pipeline-rank 3", [1] * 12),
         ("--num-layers-per-virtual-pipeline-stage 1", [1] * 12),
+        (
+            "--num-layers 14 --num-layers-per-virtual-pipeline-stage 2 "
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            [1, 2, 2, 2, 2, 2, 2, 1],
+        ),
     ],
 )
 def test_the_layout_of_a_script_is_a_row(flags: str, layers: list[int]) -> None:
@@ -166,9 +171,56 @@ def test_the_layout_of_a_script_is_a_row(flags: str, layers: list[int]) -> None:
             "--decoder-first-pipeline-num-layers 3 --account-for-loss-in-pipeline-split",
             "embedding and loss cannot count as some",
         ),
+        ("--account-for-loss-in-pipeline-split", "give other --account-for-…-in-pipeline-split, or a"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "3 layers of a rank do not divide by --num-layers-per-",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 6",
+            "0 layers do not divide over 2 pipeline ranks",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-layout Et*3|t*3|t*3|t*3L",
+            "does not take --pipeline-model-parallel-layout with --decoder-first-pipeline-num-layers",
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 3 --num-layers-per-virtual-pipeline-stage 1",
+            "with --num-layers-per-virtual-pipeline-stage; leave one out",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 3",
+            "give --num-virtual-stages-per-pipeline-rank instead",
+        ),
     ],
 )
 def test_a_layout_that_megatron_refuses_is_refused(flags: str, says: str) -> None:
     result = run(*words(4, 8, 12, 32000), *flags.split())
     assert result.exit_code == 2
     assert says in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", 10 / 12),
+        ("--pipeline-model-parallel-layout Et|tt|tt|tt|t|tt|t|tL", 1.0),
+    ],
+)
+def test_so_many_layers_of_each_given_stage_run_again(flags: str, share: float) -> None:
+    flags = f"{flags} --recompute-granularity full --recompute-method block --recompute-num-layers 3"
+    given = plan.Given(plan.read_words([*words(4, 8, 12, 32000), *flags.split()]), "")
+    job = plan.job_from_arguments(given, {"pp": 4, "microbatches": 8})
+    request = plan.Request(plan.model_from_arguments(given), job, plan.hardware_named("H100"), 80.0)
+    own = plan.layout_of_arguments(given, request)
+    assert own is not None
+    assert plan.recomputed_with(given, job, own.layers) == share
+
+
+def test_a_script_that_hides_its_exchange_is_played_with_that() -> None:
+    flags = "--num-virtual-stages-per-pipeline-rank 3 --num-experts 8 --overlap-moe-expert-parallel-comm"
+    asked = words(4, 8, 12, 32000, "--dp", "2", "--ep", "2", "--format", "json")
+    answer = json.loads(run(*asked, *flags.split()).output)
+    (row,) = [choice for choice in answer["choices"] if choice["family"] == "as given"]
+    (alike,) = [choice for choice in answer["choices"] if choice["family"] == "interleaved x3 with overlap"]
+    assert row["iteration_ms"] == alike["iteration_ms"]
