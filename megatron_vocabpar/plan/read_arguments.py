@@ -163,7 +163,7 @@ def _window(given: Given, layers: int) -> tuple[int, float]:
     pattern = given.text(name)
     if "[" in pattern:
         return int(sizes[0]) + 1, 1.0 - _listed_zeros(given, name, layers) / layers
-    return int(sizes[0]) + 1, 1.0 - 1.0 / given.number(name) if pattern else 1.0
+    return int(sizes[0]) + 1, 1.0 - layers // given.number(name) / layers if pattern else 1.0
 
 
 def _dense_layers(given: Given, layers: int) -> int:
@@ -203,8 +203,11 @@ def _zeros(pattern: ast.expr) -> tuple[int, int]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             (zeros, length), (more, further) = _zeros(left), _zeros(right)
             return zeros + more, length + further
-        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
-            zeros, length = _zeros(left)
+        case (
+            ast.BinOp(left=repeated, op=ast.Mult(), right=ast.Constant(value=int(times)))
+            | ast.BinOp(left=ast.Constant(value=int(times)), op=ast.Mult(), right=repeated)
+        ):
+            zeros, length = _zeros(repeated)
             return zeros * times, length * times
     raise TypeError
 

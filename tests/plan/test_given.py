@@ -187,6 +187,7 @@ def test_a_preset_takes_arguments_of_the_job() -> None:
         ("[0]*3+[1]*5", [0, 0, 0, 1, 1, 1, 1, 1], 3),
         ("([1]*3+[0])*2", [1, 1, 1, 0, 1, 1, 1, 0], 2),
         ("[0,0]+[1]*6", [0, 0, 1, 1, 1, 1, 1, 1], 2),
+        ("2*[0]+[1]*6", [0, 0, 1, 1, 1, 1, 1, 1], 2),
         ("3", 3, 5),
         (None, 1, 0),
     ],
@@ -219,7 +220,14 @@ def test_a_list_of_other_layers_is_refused(pattern: str) -> None:
 
 @pytest.mark.parametrize(
     ("frequency", "windowed"),
-    [("[1]*6+[0]*2", 6 / 8), ("[1,1,0,1]*2", 6 / 8), ("([1]+[0]*3)*2", 2 / 8), ("4", 3 / 4), ("", 1.0)],
+    [
+        ("[1]*6+[0]*2", 6 / 8),
+        ("[1,1,0,1]*2", 6 / 8),
+        ("([1]+[0]*3)*2", 2 / 8),
+        ("4", 3 / 4),
+        ("3", 6 / 8),
+        ("", 1.0),
+    ],
 )
 def test_windows_follow_megatrons_grammar(frequency: str, windowed: float) -> None:
     given = {**read_words(MODEL.split()), "window-size": "127,0"}
