@@ -30,9 +30,9 @@ from megatron_vocabpar.plan.advice import nothing_fits, remedies, sizes_of, stoc
 from megatron_vocabpar.plan.answer import choice_json, flags_of, folded
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
-from megatron_vocabpar.plan.configurations import Question, best_configurations, memory_variants
+from megatron_vocabpar.plan.configurations import Question, best_configurations, bound_ms, memory_variants
 from megatron_vocabpar.plan.job import refused
-from megatron_vocabpar.plan.layer_counts import layouts_of
+from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of
 from megatron_vocabpar.plan.plays import play_in_full, play_stock, quick_stock_choices, stock_choice
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
 from megatron_vocabpar.plan.stage_memory import GIB
@@ -116,15 +116,10 @@ def _answer(request: Request, decided: dict[str, Any], options: dict[str, Any]) 
     job, chunks, given_layout = request.job, options["chunks"], options["given_layout"]
     checked = None if given_layout is None else checked_layout(request, given_layout, "--check")
     question = Question(request.model, request.hardware, job.gpus, job.m * job.d, request.limit_gib, decided)
-    best = as_given = _best(request, chunks)
-    changed = request
-    for variant in memory_variants(question, job):
-        if best.fits:
-            break
-        changed = replace(request, job=variant)
-        best = _best(changed, chunks)
+    best, changed = _best(request, chunks), request
     if not best.fits:
-        best, changed = as_given, request
+        found = _of_fastest_variant(question, request, chunks)
+        best, changed = found or (best, request)
 
     def fitting(request: Request) -> Choice | None:
         choice = _best(request, None)
@@ -139,11 +134,43 @@ def _answer(request: Request, decided: dict[str, Any], options: dict[str, Any]) 
     )
 
 
+def _of_fastest_variant(
+    question: Question, request: Request, chunks: int | None
+) -> tuple[Choice, Request] | None:
+    """The fastest layout of all memory variants that fit, and the request with that variant; None if none do.
+
+    A bound counts fewer layers that run again than Megatron's whole ones, so the first that fits need not be
+    the fastest.
+    """
+    best: tuple[Choice, Request] | None = None
+    for variant in memory_variants(question, request.job):
+        if best and bound_ms(question, variant) >= best[0].iteration_ms:
+            break
+        changed = replace(request, job=variant)
+        found = _fitting(changed, _layouts(changed, chunks))
+        if found and (best is None or found.iteration_ms < best[0].iteration_ms):
+            best = found, changed
+    return best
+
+
 def _best(request: Request, chunks: int | None) -> Choice:
     """The fastest layout that fits; else the fastest as it is estimated, with the memory that it would need.
 
     Raises:
         ValueError: if there is no layout of so many chunks.
+    """
+    layouts = _layouts(request, chunks)
+    if fitting := _fitting(request, layouts):
+        return fitting
+    unlimited = quick_stock_choices(replace(request, limit_gib=inf), layouts)
+    return replace(choose(unlimited, play_in_full, most=0)[0], request=request)
+
+
+def _layouts(request: Request, chunks: int | None) -> list[StockLayout]:
+    """The layouts of so many chunks.
+
+    Raises:
+        ValueError: if there are none.
     """
     model, job = request.model, request.job
     layouts = [layout for layout in layouts_of(request) if chunks in (None, layout.chunks)]
@@ -152,10 +179,13 @@ def _best(request: Request, chunks: int | None) -> Choice:
             f"no layout of {model.layers} layers has {chunks} chunks on each of {job.p} ranks with {job.m} "
             "microbatches; give fewer --chunks, or --microbatches that --pp divides"
         )
-    if fitting := [choice for choice in quick_stock_choices(request, layouts) if choice.fits]:
-        return choose(fitting, play_in_full, most=1)[0]
-    unlimited = quick_stock_choices(replace(request, limit_gib=inf), layouts)
-    return replace(choose(unlimited, play_in_full, most=0)[0], request=request)
+    return layouts
+
+
+def _fitting(request: Request, layouts: Sequence[StockLayout]) -> Choice | None:
+    """The fastest layout that fits."""
+    fitting = [choice for choice in quick_stock_choices(request, layouts) if choice.fits]
+    return choose(fitting, play_in_full, most=1)[0] if fitting else None
 
 
 def _lines(answer: LayoutAnswer, options: dict[str, Any]) -> Iterator[str]:
