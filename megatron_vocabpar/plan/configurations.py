@@ -313,6 +313,8 @@ def _fitting(
     ``limits`` are ``below_ms`` and ``near_ms`` of ``choices_of``.
     """
     below_ms, near_ms = limits
+    if family_named(family).pairs:  # with a full recomputation Megatron runs no F beside a B
+        variants = [row for row in variants if can_pair(question.model, row[1])]
 
     def played(request: Request, below_ms: float) -> list[Choice]:
         return choices_of(request, method, family, below_ms=below_ms, near_ms=near_ms, most=most)

@@ -104,6 +104,18 @@ def test_pairs_are_found_where_they_hide_an_exchange() -> None:
     assert first.iteration_ms <= min(one.iteration_ms for one in stock_choices(first.request))
 
 
+@pytest.mark.parametrize(("limit_gib", "recompute"), [(12.0, None), (22.0, "selective")])
+def test_pairs_are_not_played_with_a_full_recomputation(
+    monkeypatch: pytest.MonkeyPatch, limit_gib: float, recompute: str | None
+) -> None:
+    """Megatron refuses ``--overlap-moe-expert-parallel-comm`` with it, and nothing would be hidden."""
+    monkeypatch.setattr(planning, "OURS", (("vocab-1", "dualpipev"),))
+    asked = Question(small("qwen3-30b-a3b", 16), H100, 32, 128, limit_gib)
+    job = Job(p=4, d=8, e=8, m=16, distributed_optimizer=True)
+    found = [choice.request.job.recompute for choice in quick_plays(asked, job, stock_ms=0.0)]
+    assert found == ([recompute] if recompute else [])
+
+
 def test_bounds_are_below_what_is_played() -> None:
     asked = question(small())
     for bound, job in configurations(asked):
