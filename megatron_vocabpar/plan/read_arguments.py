@@ -163,7 +163,7 @@ def _window(given: Given, layers: int) -> tuple[int, float]:
     pattern = given.text(name)
     if "[" in pattern:
         return int(sizes[0]) + 1, 1.0 - _listed_zeros(given, name, layers) / layers
-    return int(sizes[0]) + 1, 1.0 - layers // given.number(name) / layers if pattern else 1.0
+    return int(sizes[0]) + 1, 1.0 - 1.0 / given.number(name) if pattern else 1.0  # as configurations count
 
 
 def _dense_layers(given: Given, layers: int) -> int:
