@@ -120,7 +120,7 @@ def write_report(folder: Path) -> str:
     if distances:
         _write_json(folder / "comparison.json", distances)
         tables.append(difference_table(distances))
-    done = {name: int(records[-1]["step"]) for name, records in metrics.items()}
+    done = {row.method: row.steps for row in summaries}
     path, report = folder / "index.html", _report(folder, config, done, tables, plans)
     path.write_text(page(headline(summaries, distances), report), encoding="utf-8")
     return "\n".join([*map(as_text, tables), f"results: {path.absolute()}"])
