@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given
-from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
+from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair, repeated_share
 from megatron_vocabpar.plan.layer_counts import StockLayout
 
 _SIZE = "pipeline-model-parallel-size"
@@ -67,8 +67,7 @@ def recomputed_with(given: Given, job: Job, layers: Sequence[int]) -> float:
     """The share of layers that a job runs again, if these are the layers of its stages."""
     if job.recompute != "full" or given.text("recompute-method") != "block":
         return job.recomputed
-    number = given.number("recompute-num-layers", 1)
-    return sum(min(number, count) for count in layers) / sum(layers)
+    return repeated_share(given.number("recompute-num-layers", 1), layers)
 
 
 def _check_together(given: Given, named: Sequence[str], counted: Sequence[bool]) -> None:

@@ -93,8 +93,7 @@ def in_whole_layers(job: Job, layers: Sequence[int]) -> Job:
     """The job with the share of layers that Megatron runs again; ``layers`` counts those of each stage."""
     if job.recompute != "full" or job.recomputed == 1.0:
         return job
-    again = repeated_layers(job, layers)
-    return replace(job, recomputed=sum(min(again, count) for count in layers) / sum(layers))
+    return replace(job, recomputed=repeated_share(repeated_layers(job, layers), layers))
 
 
 def repeated_layers(job: Job, layers: Sequence[int]) -> int:
@@ -102,9 +101,13 @@ def repeated_layers(job: Job, layers: Sequence[int]) -> int:
 
     Megatron repeats so many layers of each stage, or all of a shorter one.
     """
-    least = (job.recomputed - _ROUNDING) * sum(layers)
-    numbers = range(1, max(layers) + 1)
-    return next(number for number in numbers if sum(min(number, count) for count in layers) >= least)
+    least = job.recomputed - _ROUNDING
+    return next(number for number in range(1, max(layers) + 1) if repeated_share(number, layers) >= least)
+
+
+def repeated_share(number: int, layers: Sequence[int]) -> float:
+    """The share of layers that runs again if each stage repeats ``number``, or all of a shorter one."""
+    return sum(min(number, count) for count in layers) / sum(layers)
 
 
 def divisors(number: int, most: int = 0) -> str:
