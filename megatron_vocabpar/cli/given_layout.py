@@ -29,7 +29,7 @@ def layout_of_arguments(given: Given, request: Request) -> StockLayout | None:
     if given.number(_SIZE, p) != p or model.pattern or p == 1:
         return None
     named = [name for name in (_FIRST, _LAST) if name in given]
-    counted = [name in given for name in _COUNTED]
+    counted = [name for name in _COUNTED if name in given]
     _check_together(given, named, counted)
     together = tuple(flag for flag in OVERLAP if flag.removeprefix("--") in given)
     overlaps = OVERLAP[0] in together and can_pair(model, request.job)
@@ -39,12 +39,12 @@ def layout_of_arguments(given: Given, request: Request) -> StockLayout | None:
         overlaps = overlaps and layout.chunks > 1
         flags = (f"--{_LAYOUT} '{text}'", *(together if overlaps else ()))
         return layout._replace(name="as given", flags=flags, overlaps=overlaps)
-    if not (named or any(counted) or _CHUNKS in given or _EACH in given):
+    if not (named or counted or _CHUNKS in given or _EACH in given):
         return None
     ends = [given.number(name) if name in given else None for name in (_FIRST, _LAST)]
-    ranks = _of_ranks(model.layers + sum(counted), p, ends, given.source, any(counted))
+    ranks = _of_ranks(model.layers + len(counted), p, ends, given.source, bool(counted))
     chunks = _chunks(given, ranks[0])
-    if not (named or any(counted) or chunks > 1):
+    if not (named or counted or chunks > 1):
         return None
     if left := [count for count in ranks if count % chunks]:
         raise ValueError(
@@ -53,13 +53,13 @@ def layout_of_arguments(given: Given, request: Request) -> StockLayout | None:
         )
     _check_rounds(request, chunks, given.source, f"leave out --{_EACH if _EACH in given else _CHUNKS}")
     words = [f"--{name} {given.text(name)}" for name in named]
-    words += [f"--{name}" for name, is_counted in zip(_COUNTED, counted, strict=True) if is_counted]
+    words += [f"--{name}" for name in counted]
     words += [f"--{_CHUNKS} {chunks}"] if chunks > 1 else []
     overlaps = overlaps and chunks > 1
     words += together if overlaps else ()
     counts = [count // chunks for _ in range(chunks) for count in ranks]
-    counts[0] -= counted[0]
-    counts[-1] -= counted[1]
+    counts[0] -= _COUNTED[0] in counted
+    counts[-1] -= _COUNTED[1] in counted
     return StockLayout("as given", chunks, tuple(counts), tuple(words), overlaps)
 
 
@@ -70,12 +70,11 @@ def recomputed_with(given: Given, job: Job, layers: Sequence[int]) -> float:
     return repeated_share(given.number("recompute-num-layers", 1), layers)
 
 
-def _check_together(given: Given, named: Sequence[str], counted: Sequence[bool]) -> None:
+def _check_together(given: Given, named: Sequence[str], counted: Sequence[str]) -> None:
     """Refuse flags that Megatron does not take together, by ValueError."""
     placing = [name for name in (_LAYOUT, _CHUNKS, _EACH) if name in given]
-    others = [*named, *(name for name, is_counted in zip(_COUNTED, counted, strict=True) if is_counted)]
-    if len(placing) == 1 and others and placing[0] == _LAYOUT:
-        placing += others
+    if placing == [_LAYOUT]:
+        placing += [*named, *counted]
     if placing == [_EACH] and named:
         raise ValueError(
             f"{given.source}: Megatron does not take --{_EACH} with --{named[0]}; give --{_CHUNKS} instead"
@@ -84,7 +83,7 @@ def _check_together(given: Given, named: Sequence[str], counted: Sequence[bool])
         raise ValueError(
             f"{given.source}: Megatron does not take --{placing[0]} with --{placing[1]}; leave one out"
         )
-    if named and any(counted):
+    if named and counted:
         raise ValueError(
             f"{given.source}: --{named[0]} counts layers, so embedding and loss cannot count as some; "
             "leave out --account-for-…-in-pipeline-split"
