@@ -161,8 +161,7 @@ class Decoder:
             for count in counts:
                 of_stage = min(count, dense)
                 dense -= of_stage
-                mixed = replace(self, layers=count, dense_layers=of_stage) if of_stage else sparse
-                stages.append((count, mixed))
+                stages.append((count, self._with_dense(count, of_stage) if of_stage else sparse))
             return stages
         if not self.pattern:
             return [(count, self) for count in counts]
@@ -172,6 +171,17 @@ class Decoder:
             stage = replace(self, pattern="".join(f"[{one}]" for one in here), layers=count) if here else self
             stages.append((count, stage))
         return stages
+
+    def _with_dense(self, layers: int, dense: int) -> Self:
+        """The same model with so many layers, of which some are dense; a search asks for few, but often."""
+        known = self._mixed.get((layers, dense))
+        if known is None:
+            known = self._mixed[layers, dense] = replace(self, layers=layers, dense_layers=dense)
+        return known
+
+    @cached_property
+    def _mixed(self) -> dict[tuple[int, int], Self]:
+        return {}
 
     @property
     def projection_weights(self) -> int:

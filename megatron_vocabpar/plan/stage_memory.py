@@ -31,7 +31,7 @@ Next: ``price.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_vocabpar.plan.job import Job
@@ -101,8 +101,8 @@ class StageMemory:
 
     def with_reserve(self) -> StageMemory:
         """With what PyTorch reserves beyond what is in use, and what is outside PyTorch."""
-        inside = replace(self, reserved=0.0, outside=0.0)
-        return replace(self, reserved=inside.total * RESERVED, outside=_OUTSIDE)
+        *inside, _, _ = vars(self).values()
+        return StageMemory(*inside, reserved=sum(inside) * RESERVED, outside=_OUTSIDE)
 
 
 class Parameters(NamedTuple):
@@ -122,22 +122,24 @@ def parameters_of(
 ) -> list[Parameters]:
     """The parameters of each rank; ``layers`` counts the transformer layers of each stage."""
     counts, experts = [0.0] * placement.p, [0.0] * placement.p
+    first_rank, last_rank = placement.first_rank, placement.last_rank
     for stage, (number, of_stage) in enumerate(model.stages(layers)):
-        counts[placement.rank_of(stage)] += number * of_stage.shared_weights / job.t
-        experts[placement.rank_of(stage)] += number * of_stage.expert_weights
-    counts[placement.last_rank] += model.mtp_depths * model.head_weights / job.t
-    experts[placement.last_rank] += model.mtp_depths * model.with_head_layers.expert_weights
+        rank = placement.rank_of(stage)
+        counts[rank] += number * of_stage.shared_weights / job.t
+        experts[rank] += number * of_stage.expert_weights
+    counts[last_rank] += model.mtp_depths * model.head_weights / job.t
+    experts[last_rank] += model.mtp_depths * model.with_head_layers.expert_weights
     whole = model.vocabulary_weights / job.t
     positions = model.seq_length * model.hidden if model.learned_positions else 0
     if method.vocabulary_parallel:
         shards = whole / placement.p * (1 if model.tied else 2)
         counts = [count + shards + positions for count in counts]
     else:
-        counts[placement.first_rank] += whole + positions
-        if not (model.tied and placement.first_rank == placement.last_rank):
-            counts[placement.last_rank] += whole
-        if model.mtp_depths and placement.first_rank != placement.last_rank and not model.tied:
-            counts[placement.last_rank] += whole  # a copy of the embedding
+        counts[first_rank] += whole + positions
+        if not (model.tied and first_rank == last_rank):
+            counts[last_rank] += whole
+        if model.mtp_depths and first_rank != last_rank and not model.tied:
+            counts[last_rank] += whole  # a copy of the embedding
     share = job.expert_tensor * job.e
     return [Parameters(count, experts_of / share) for count, experts_of in zip(counts, experts, strict=True)]
 
@@ -181,10 +183,11 @@ def stage_memory(
         for _, kind in model.kinds
     )
     parameters = parameters_of(model, job, method, placement, layers)
+    first_rank, last_rank = placement.first_rank, placement.last_rank
     for rank in range(placement.p):
-        stages_of_rank = [parts[placement.stage_of(rank, chunk)] for chunk in range(placement.chunks)]
+        stages_of_rank = [parts[stage] for stage in placement.stages_of(rank)]
         microbatch = sum(count * _activation(stage, job) for count, stage in stages_of_rank) * tokens / job.t
-        if rank == placement.last_rank:
+        if rank == last_rank:
             head = _activation(of_head, job) + (0 if full else _HEAD * model.hidden)
             microbatch += model.mtp_depths * head * tokens / job.t
         activations = held[rank].activations * microbatch
@@ -198,13 +201,13 @@ def stage_memory(
             output = bytes_.shard_logit * shards * logits + min(_FLOAT * logits, bytes_.chunk)
             inputs = heads * _HIDDEN * tokens * model.hidden / job.t
         else:
-            if rank == placement.last_rank:
+            if rank == last_rank:
                 output = heads * bytes_.logit * tokens * model.vocab / job.t
-            if rank == placement.first_rank:
+            if rank == first_rank:
                 # The gradient is made when B has ended and freed a microbatch of the first chunk.
                 gradient = _HALF * model.vocabulary_weights / job.t
                 inputs = max(0.0, gradient - microbatch / placement.chunks)
-            if placement.first_rank == placement.last_rank:
+            if first_rank == last_rank:
                 output, inputs = max(output, inputs), 0.0  # at different moments
         count = sum(parameters[rank])
         inside = StageMemory(
