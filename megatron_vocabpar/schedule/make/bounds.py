@@ -109,7 +109,8 @@ def _memory(
     release = graph.of_type(PassType.W) or graph.of_type(PassType.B)
     for node, last in zip(graph.of_type(PassType.F), release, strict=True):
         if graph.rank[node] == rank:
-            start = _longest(order, arcs, {node: 0.0})
+            between = order[order.index(node) : order.index(last) + 1]
+            start = _longest(between, arcs, {node: 0.0})
             held += cap.weights[graph.stage_of(node)] * (start[last] + graph.duration[last])
             first = min(first, head[node])
     return first + m * held / room
@@ -133,11 +134,18 @@ def _arcs(graph: PassGraph) -> tuple[list[int], Arcs]:
 
 
 def _longest(order: list[int], arcs: Arcs, starts: Mapping[int, float]) -> dict[int, float]:
-    """The earliest start of each node, given ``starts`` of some; -inf if none of these comes before it."""
+    """The earliest start of each node, given ``starts`` of some; -inf if none of these comes before it.
+
+    ``order`` has these and what comes after them.
+    """
     at: dict[int, float] = {}
     for node in order:
-        at[node] = max((at[before] + time for before, time in arcs[node]), default=-inf)
-        at[node] = max(at[node], starts.get(node, -inf))
+        latest = starts.get(node, -inf)
+        for before, time in arcs[node]:
+            start = at.get(before, -inf) + time
+            if start > latest:
+                latest = start
+        at[node] = latest
     return at
 
 
