@@ -86,7 +86,15 @@ def played(
         least_ms = priced_ms(request, least_ms, layers_share, busy) + tail_ms
     if least_ms >= below_ms:
         return _left_out(request, method, family, layers, least_ms)
-    schedule, end_ms = problem.quick(_PASSES)
+    too_late_ms = inf
+    if near_ms is not None:
+        work_ms = job.m * sum(further_ms) / job.p
+        limit_ms = _length_ms(request, layers_share, work_ms, max(below_ms, near_ms) - tail_ms)
+        too_late_ms = limit_ms - (job.m - m) * max(further_ms)
+    quick = problem.quick(_PASSES, too_late_ms)
+    if quick is None:
+        return _left_out(request, method, family, layers, max(below_ms, near_ms or 0.0))
+    schedule, end_ms = quick
     length_ms, idle = _extended(problem, schedule, end_ms, job.m - m)
     use = Use(1.0 - idle)
     alone_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
@@ -129,6 +137,15 @@ def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int)
     saved = fsum(map(problem.times.saved, schedule.pairs))  # exact: the order of a set differs by run
     done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(further_ms)
     return length_ms, 1.0 - done / schedule.p / length_ms
+
+
+def _length_ms(request: Request, layers_share: float, work_ms: float, limit_ms: float) -> float:
+    """The ms of a schedule whose price is ``limit_ms`` if a mean rank has at least ``work_ms`` of work."""
+    # The price grows with the length as a line, as what layers take grows with the share of work.
+    at_once, twice = (
+        priced_ms(request, times * work_ms, layers_share, Use(1.0 / times)) for times in (1.0, 2.0)
+    )
+    return work_ms * (1.0 + (limit_ms - at_once) / (twice - at_once)) if limit_ms < inf else inf
 
 
 def _further_ms(problem: Problem, pairs: bool) -> list[float]:

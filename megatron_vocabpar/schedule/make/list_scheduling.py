@@ -25,6 +25,12 @@ from megatron_vocabpar.schedule.make.building_block import BuildingBlock
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph
 from megatron_vocabpar.schedule.make.rules import NEVER, NO_NODE, Rules
 
+_ROUNDING = 1e-9  # relative, of sums of durations
+
+
+class TooLate(Exception):
+    """The last pass ends at the given limit or later."""
+
 
 class Stuck(Exception):
     """No rank can go on. ``waiting`` holds the (node, microbatch) at which each unfinished rank stopped."""
@@ -56,20 +62,23 @@ class Arrangement:
         return max((self.ends[row[-1]] for row in self.order if row), default=0.0)
 
 
-def arrange(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Arrangement:
+def arrange(
+    graph: PassGraph, m: int, block: BuildingBlock, rules: Rules, below_ms: float = NEVER
+) -> Arrangement:
     """Play ``m`` microbatches of ``block``, which gives the planned starts.
 
     Raises:
+        TooLate: as soon as the work that some rank has left shows that it cannot end before ``below_ms``.
         Stuck: if no rank can go on; never if neither ``ahead`` nor ``in_flight`` is bounded and
             ``max_activations`` is at least 1.
     """
-    return Arranger(graph, m, block, rules).run()
+    return Arranger(graph, m, block, rules, below_ms).run()
 
 
 class Arranger:
     """The state of all ranks while they play; ``pair_scheduling.py`` extends it by pairs."""
 
-    def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> None:
+    def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules, below_ms: float) -> None:
         ranks, nodes = max(graph.rank.values()) + 1, range(graph.size)
         self.m, self.rules, self.interval = m, rules, block.interval
         self.rank = [graph.rank.get(node, 0) for node in nodes]
@@ -97,6 +106,10 @@ class Arranger:
         self.arrived = [NO_NODE] * ranks  # the pass that a rank has promised to run next
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         self.heap = [(0.0, rank) for rank in range(ranks)]
+        self.left_ms = [0.0] * ranks  # of work
+        for node, rank in graph.rank.items():
+            self.left_ms[rank] += m * self.duration[node]
+        self.too_late = below_ms * (1.0 + _ROUNDING)
         for node in graph.rank:
             self._work_out(node)
 
@@ -128,6 +141,8 @@ class Arranger:
                 node = self._choose(rank, now)
                 if node != NO_NODE:
                     self._run(rank, node, now)
+                    if self.free[rank] + self.left_ms[rank] > self.too_late:
+                        raise TooLate
         waiting = {}
         for rank, core in enumerate(self.core):
             nodes = [*(node for _, node in core), *self.eager[rank], *self.lazy[rank]]
@@ -199,6 +214,8 @@ class Arranger:
             if ready <= now:
                 if now + self.duration[node] * kept_free > until:
                     continue
+                if node not in rules.freed_by:
+                    return node, until
                 forced = rules.forced_before(node, self.counts)
                 if forced == NO_NODE:
                     return node, until
@@ -242,10 +259,12 @@ class Arranger:
     def _run(self, rank: int, node: int, now: float) -> None:
         mb = self.counts[node]
         end = self.free[rank] = now + self.duration[node]
+        self.left_ms[rank] -= self.duration[node]
         self.order[rank].append(node * self.m + mb)
         if self.hold[node]:
-            self.held[rank] += self.hold[node]
-            self.peak[rank] = max(self.peak[rank], self.held[rank])
+            held = self.held[rank] = self.held[rank] + self.hold[node]
+            if held > self.peak[rank]:
+                self.peak[rank] = held
         if node in self.together:
             self.arrived[rank] = self.together[node]
         self.wake[rank] = end
@@ -258,7 +277,8 @@ class Arranger:
         self._work_out(node)
         for group in self.feeds[node]:
             missing, latest = self.missing[group], self.latest[group]
-            latest[mb] = max(latest[mb], end)
+            if end > latest[mb]:
+                latest[mb] = end
             missing[mb] -= 1
             if not missing[mb]:
                 self._finish(group, mb, latest[mb])

@@ -19,23 +19,31 @@ from megatron_vocabpar.schedule.make.pass_graph import PassGraph
 from megatron_vocabpar.schedule.make.rules import NEVER, NO_NODE, Rules
 
 
-def arrange_in_pairs(graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> Arrangement:
+def arrange_in_pairs(
+    graph: PassGraph, m: int, block: BuildingBlock, rules: Rules, below_ms: float = NEVER
+) -> Arrangement:
     """``list_scheduling.arrange`` with the pairs that ``rules.hidden`` names.
 
     Raises:
+        TooLate: as there, if all F that are left ran in the pairs that hide most.
         Stuck: if no rank can go on.
     """
-    return _PairArranger(graph, m, block, rules).run()
+    return _PairArranger(graph, m, block, rules, below_ms).run()
 
 
 class _PairArranger(Arranger):
-    def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules) -> None:
-        super().__init__(graph, m, block, rules)
+    def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules, below_ms: float) -> None:
+        super().__init__(graph, m, block, rules, below_ms)
         self.offset = block.offsets
         self.partners: dict[int, list[int]] = {}
         for forward, backward in rules.hidden:
             self.partners.setdefault(forward, []).append(backward)
             self.partners.setdefault(backward, []).append(forward)
+        self.most_hidden: dict[int, float] = {}  # of each F, in a pair
+        for (forward, _), hidden in rules.hidden.items():
+            self.most_hidden[forward] = max(self.most_hidden.get(forward, 0.0), hidden)
+        for forward, hidden in self.most_hidden.items():
+            self.left_ms[self.rank[forward]] -= m * hidden
         self.beside = NO_NODE  # the partner of the node that ``_choose_core`` has chosen
         self.pairs: list[tuple[int, int]] = []
 
@@ -46,10 +54,12 @@ class _PairArranger(Arranger):
     def _run(self, rank: int, node: int, now: float) -> None:
         other, self.beside = self.beside, NO_NODE
         if other == NO_NODE:
+            self.left_ms[rank] += self.most_hidden.get(node, 0.0)
             super()._run(rank, node, now)
             return
         pair = self._in_order(node, other)
         end = self.free[rank] = now + self._together_ms(node, other)
+        self.left_ms[rank] += self.most_hidden[pair[0]] - self.duration[node] - self.duration[other]
         forward, backward = (part * self.m + self.counts[part] for part in pair)
         self.order[rank] += forward, backward
         self.pairs.append((forward, backward))

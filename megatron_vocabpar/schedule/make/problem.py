@@ -5,14 +5,15 @@ Next: ``candidates.py``, ``list_scheduling.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from math import inf
 
 from megatron_vocabpar.schedule.make.bounds import lower_bound_ms
 from megatron_vocabpar.schedule.make.candidates import Candidate, candidates
 from megatron_vocabpar.schedule.make.families import Family, claimed_peak, family_named
-from megatron_vocabpar.schedule.make.list_scheduling import Arrangement, Stuck, arrange
+from megatron_vocabpar.schedule.make.list_scheduling import Arrangement, Stuck, TooLate, arrange
 from megatron_vocabpar.schedule.make.pair_candidates import pair_candidates
 from megatron_vocabpar.schedule.make.pair_scheduling import arrange_in_pairs
 from megatron_vocabpar.schedule.make.pass_graph import PassGraph, build_graph
@@ -82,17 +83,20 @@ class Problem:
         if self.is_stock:
             return self._stock()
         if self.pairs:
-            finalists = map(self.schedule, self.played(_PAIRED * budget)[:_FINALISTS])
+            finalists = map(self.schedule, self.played(_PAIRED * budget, _FINALISTS))
             return min(finalists, key=self.simulated_ms)
-        return self.schedule(self.played(budget)[0])
+        return self.schedule(*self.played(budget, 1))
 
-    def quick(self, budget: int) -> tuple[Schedule, float]:
-        """A schedule, and the ms that its passes take if communication never queues."""
+    def quick(self, budget: int, below_ms: float = inf) -> tuple[Schedule, float] | None:
+        """A schedule, and the ms that its passes take if communication never queues.
+
+        None if that is ``below_ms`` or more, which most often shows long before all passes are played.
+        """
         if self.is_stock:
             schedule = self._stock()
             return schedule, max(run_passes(schedule, self.times).ends)
-        best, *_ = self.played(budget)
-        return self.schedule(best), best.end
+        best = self.played(budget, 1, below_ms)
+        return (self.schedule(best[0]), best[0].end) if best else None
 
     @property
     def is_stock(self) -> bool:
@@ -119,8 +123,11 @@ class Problem:
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
-    def played(self, budget: int) -> list[Arrangement]:
-        """The candidates within a budget, fastest first; of equally fast ones only the first."""
+    def played(self, budget: int, wanted: int, below_ms: float = inf) -> list[Arrangement]:
+        """The ``wanted`` fastest candidates within a budget, fastest first; of equally fast ones the first.
+
+        Those that do not end before ``below_ms`` may be left out.
+        """
         generator = pair_candidates if self.pairs else candidates
         choices = generator(self.shape, self.graph, self.times, self.family, self.cap)
         passes = len(self.graph.passes)  # of one microbatch
@@ -131,20 +138,15 @@ class Problem:
         affordable = max(1, budget // (passes * (trial_m + placing)))
         if self.pairs:
             affordable = min(affordable, _MOST_PAIRED)
-        trials = []
-        for position, candidate in enumerate(islice(choices, affordable) if affordable >= _FEWEST else ()):
-            played = self._try(candidate, trial_m)
-            if played is not None:
-                trials.append((self._extrapolated(played, trial_m), position, candidate, played))
-        trials.sort(key=lambda trial: trial[:2])
-        if trials and trial_m == self.shape.m:
-            different = {trial[0]: trial[-1] for trial in reversed(trials)}
-            return [different[end] for end in sorted(different)]
+        first = islice(choices, affordable) if affordable >= _FEWEST else iter(())
+        if trial_m == self.shape.m and (trials := list(self._played(first, wanted, below_ms))):
+            different = {trial.end: trial for trial in reversed(trials) if trial}
+            return [different[end] for end in sorted(different)][:wanted]
+        ranked = chain(self._by_trials(first, trial_m), choices)
         least = 2 if self.shape.chunks > 1 else 1  # with chunks: reserved room, and the banker's rule
         finalists = max(least, min(_FINALISTS, budget // (passes * self.shape.m)))
-        ranked = chain((trial[2] for trial in trials), choices)
-        finished = filter(None, (self._try(candidate, self.shape.m) for candidate in ranked))
-        return sorted(islice(finished, finalists), key=lambda played: played.end)
+        finished = filter(None, islice(self._played(ranked, wanted, below_ms), finalists))
+        return sorted(finished, key=lambda played: played.end)[:wanted]
 
     def schedule(self, played: Arrangement) -> Schedule:
         """The schedule of a timeline: its order of passes, and its pairs."""
@@ -157,12 +159,36 @@ class Problem:
         pairs = frozenset(Pair(*passes(pair)) for pair in played.pairs)
         return replace(self.shape, ranks=tuple(map(passes, played.order)), pairs=pairs)
 
-    def _try(self, candidate: Candidate, m: int) -> Arrangement | None:
-        try:
-            play = arrange_in_pairs if candidate.rules.hidden else arrange
-            return play(self.graph, m, candidate.block, candidate.rules)
-        except Stuck:
-            return None
+    def _by_trials(self, choices: Iterable[Candidate], m: int) -> list[Candidate]:
+        """The candidates by what trials of ``m`` microbatches promise; those that get stuck are left out."""
+        trials = []
+        for position, candidate in enumerate(choices):
+            try:
+                trial = self._try(candidate, m)
+            except Stuck:
+                continue
+            trials.append((self._extrapolated(trial, m), position, candidate))
+        return [candidate for *_, candidate in sorted(trials, key=lambda trial: trial[:2])]
+
+    def _played(
+        self, choices: Iterable[Candidate], wanted: int, below_ms: float
+    ) -> Iterator[Arrangement | None]:
+        """The candidates that do not get stuck, with all microbatches; None where others are faster."""
+        for candidate in choices:
+            try:
+                played = self._try(candidate, self.shape.m, below_ms)
+            except Stuck:
+                continue
+            except TooLate:
+                yield None
+                continue
+            if wanted == 1:
+                below_ms = min(below_ms, played.end)
+            yield played
+
+    def _try(self, candidate: Candidate, m: int, below_ms: float = inf) -> Arrangement:
+        play = arrange_in_pairs if candidate.rules.hidden else arrange
+        return play(self.graph, m, candidate.block, candidate.rules, below_ms)
 
     def _extrapolated(self, played: Arrangement, m: int) -> float:
         """The end of all microbatches if the steady state continues as in the middle third of the trial."""
