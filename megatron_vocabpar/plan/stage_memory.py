@@ -101,8 +101,8 @@ class StageMemory:
 
     def with_reserve(self) -> StageMemory:
         """With what PyTorch reserves beyond what is in use, and what is outside PyTorch."""
-        *inside, _, _ = vars(self).values()
-        return StageMemory(*inside, reserved=sum(inside) * RESERVED, outside=_OUTSIDE)
+        inside = vars(self) | {"reserved": 0.0, "outside": 0.0}
+        return StageMemory(**inside | {"reserved": sum(inside.values()) * RESERVED, "outside": _OUTSIDE})
 
 
 class Parameters(NamedTuple):
