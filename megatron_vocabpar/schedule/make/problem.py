@@ -27,14 +27,15 @@ from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.passes import Pair, Pass, PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
-TRIAL_PASSES = 60_000  # passes that all trials together may play: a fraction of a second
+TRIAL_PASSES = 60_000  # passes that all trials together may play, if that is more than _TRIALS
 _LEAST_TRIAL = 64  # microbatches of a trial, at least, to reach a steady state
 _PLACING = 25  # microbatches that could be played in the time of placing a block of two chunks
 _PAIRED = 6  # factor on TRIAL_PASSES if passes run in pairs, as there are more ways to play them
 _MOST_PAIRED = 96  # trials of ways to play pairs; a small schedule gains nothing from more
 _WHOLE = 6  # ways to play pairs: if the budget allows these with all microbatches, no shorter trials
-_FEWEST = 4  # trials; fewer are not worth their time
-_FINALISTS = 3  # best trials that are played for all microbatches, if the budget allows
+_TRIALS = 16  # of a full play, at least: eight leave out schedules that are up to 6 % faster
+_FEWEST = 4  # trials of a quick play; fewer are not worth their time
+_FINALISTS = 3  # candidates that are played for all microbatches, if the budget allows
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class Problem:
         if self.is_stock:
             return self._stock()
         if self.pairs:
-            finalists = map(self.schedule, self.played(_PAIRED * budget, _FINALISTS))
+            finalists = map(self.schedule, self.played(_PAIRED * budget, _FINALISTS, least=_TRIALS))
             return min(finalists, key=self.simulated_ms)
-        return self.schedule(*self.played(budget, 1))
+        return self.schedule(*self.played(budget, 1, least=_TRIALS))
 
     def quick(self, budget: int, below_ms: float = inf) -> tuple[Schedule, float] | None:
         """A schedule, and the ms that its passes take if communication never queues.
@@ -123,10 +124,13 @@ class Problem:
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
-    def played(self, budget: int, wanted: int, below_ms: float = inf) -> list[Arrangement]:
+    def played(
+        self, budget: int, wanted: int, below_ms: float = inf, *, least: int = 0
+    ) -> list[Arrangement]:
         """The ``wanted`` fastest candidates within a budget, fastest first; of equally fast ones the first.
 
-        Those that do not end before ``below_ms`` may be left out.
+        Those that do not end before ``below_ms`` may be left out. There are ``least`` trials even if the
+        budget allows fewer, so a longer schedule takes longer to make, and is not made with less care.
         """
         generator = pair_candidates if self.pairs else candidates
         choices = generator(self.shape, self.graph, self.times, self.family, self.cap)
@@ -135,18 +139,18 @@ class Problem:
         placing = int(_PLACING * max(1.0, self.shape.chunks / 2) ** 2)
         if self.pairs and budget >= _WHOLE * passes * (self.shape.m + placing):
             trial_m = self.shape.m  # only the whole schedule shows how many passes find a partner
-        affordable = max(1, budget // (passes * (trial_m + placing)))
+        affordable = max(1, least, budget // (passes * (trial_m + placing)))
         if self.pairs:
             affordable = min(affordable, _MOST_PAIRED)
         first = islice(choices, affordable) if affordable >= _FEWEST else iter(())
         if trial_m == self.shape.m and (trials := list(self._played(first, wanted, below_ms))):
             different = {trial.end: trial for trial in reversed(trials) if trial}
             return [different[end] for end in sorted(different)][:wanted]
-        ranked = chain(self._by_trials(first, trial_m), choices)
-        least = 2 if self.shape.chunks > 1 else 1  # with chunks: reserved room, and the banker's rule
-        finalists = max(least, min(_FINALISTS, budget // (passes * self.shape.m)))
-        finished = filter(None, islice(self._played(ranked, wanted, below_ms), finalists))
-        return sorted(finished, key=lambda played: played.end)[:wanted]
+        likeliest = 2 if self.shape.chunks > 1 else 1  # with chunks: reserved room, and the banker's rule
+        finalists = self._promising(first, trial_m, likeliest)
+        number = len(finalists) or max(likeliest, min(_FINALISTS, budget // (passes * self.shape.m)))
+        finished = islice(self._played(chain(finalists, choices), wanted, below_ms), number)
+        return sorted(filter(None, finished), key=lambda played: played.end)[:wanted]
 
     def schedule(self, played: Arrangement) -> Schedule:
         """The schedule of a timeline: its order of passes, and its pairs."""
@@ -159,16 +163,22 @@ class Problem:
         pairs = frozenset(Pair(*passes(pair)) for pair in played.pairs)
         return replace(self.shape, ranks=tuple(map(passes, played.order)), pairs=pairs)
 
-    def _by_trials(self, choices: Iterable[Candidate], m: int) -> list[Candidate]:
-        """The candidates by what trials of ``m`` microbatches promise; those that get stuck are left out."""
-        trials = []
+    def _promising(self, choices: Iterable[Candidate], m: int, likeliest: int) -> list[Candidate]:
+        """The candidates to play whole, after a trial of ``m`` microbatches of each; the most promising first.
+
+        They are the ``likeliest``, which come first, and those whose trials promise more than all before
+        them. So of more trials nothing is left out that fewer would have found.
+        """
+        promising, least_ms = list[Candidate](), inf
         for position, candidate in enumerate(choices):
             try:
-                trial = self._try(candidate, m)
+                promised_ms = self._extrapolated(self._try(candidate, m), m)
             except Stuck:
                 continue
-            trials.append((self._extrapolated(trial, m), position, candidate))
-        return [candidate for *_, candidate in sorted(trials, key=lambda trial: trial[:2])]
+            if position < likeliest or promised_ms < least_ms:
+                promising.append(candidate)
+                least_ms = min(least_ms, promised_ms)
+        return promising[::-1]
 
     def _played(
         self, choices: Iterable[Candidate], wanted: int, below_ms: float
