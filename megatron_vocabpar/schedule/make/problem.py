@@ -164,7 +164,7 @@ class Problem:
         return replace(self.shape, ranks=tuple(map(passes, played.order)), pairs=pairs)
 
     def _promising(self, choices: Iterable[Candidate], m: int, likeliest: int) -> list[Candidate]:
-        """The candidates to play whole, after a trial of ``m`` microbatches of each; the most promising first.
+        """The candidates to play whole after trials of ``m`` microbatches; the most promising comes first.
 
         They are the ``likeliest``, which come first, and those whose trials promise more than all before
         them. So of more trials nothing is left out that fewer would have found.
