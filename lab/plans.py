@@ -16,9 +16,10 @@ from statistics import mean
 
 from lab.published_runs import errors, published_runs
 from megatron_vocabpar.plan.advice import binds, sizes_of, stock_best, verdict
-from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
+from megatron_vocabpar.plan.configurations import best_configurations, usual_batch
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.variants import Question
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 MODELS = {

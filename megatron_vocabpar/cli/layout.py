@@ -30,12 +30,13 @@ from megatron_vocabpar.plan.advice import nothing_fits, remedies, sizes_of, stoc
 from megatron_vocabpar.plan.answer import choice_json, flags_of, folded
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
-from megatron_vocabpar.plan.configurations import Question, best_configurations, bound_ms, memory_variants
+from megatron_vocabpar.plan.configurations import best_configurations
 from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of
 from megatron_vocabpar.plan.plays import play_in_full, play_stock, quick_stock_choices, stock_choice
 from megatron_vocabpar.plan.read_arguments import job_from_arguments
 from megatron_vocabpar.plan.stage_memory import GIB
+from megatron_vocabpar.plan.variants import Question, Variants
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
@@ -137,20 +138,15 @@ def _answer(request: Request, decided: dict[str, Any], options: dict[str, Any]) 
 def _of_fastest_variant(
     question: Question, request: Request, chunks: int | None
 ) -> tuple[Choice, Request] | None:
-    """The fastest layout of all memory variants that fit, and the request with that variant; None if none do.
+    """The fastest layout of all variants in which any fits, and the request with its variant."""
 
-    A bound counts fewer layers that run again than Megatron's whole ones, so the first that fits need not be
-    the fastest.
-    """
-    best: tuple[Choice, Request] | None = None
-    for variant in memory_variants(question, request.job):
-        if best and bound_ms(question, variant) >= best[0].iteration_ms:
-            break
-        changed = replace(request, job=variant)
-        found = _fitting(changed, _layouts(changed, chunks))
-        if found and (best is None or found.iteration_ms < best[0].iteration_ms):
-            best = found, changed
-    return best
+    def played(changed: Request, below_ms: float) -> list[Choice]:
+        choices = quick_stock_choices(changed, _layouts(changed, chunks), below_ms)
+        found = _fitting(choices)
+        return [found] if found else choices
+
+    found = Variants(question, request.job).fastest("stock", played, inf, chunks=0, alike=False)
+    return (found[1][0], replace(request, job=found[0])) if found else None
 
 
 def _best(request: Request, chunks: int | None) -> Choice:
@@ -160,7 +156,7 @@ def _best(request: Request, chunks: int | None) -> Choice:
         ValueError: if there is no layout of so many chunks.
     """
     layouts = _layouts(request, chunks)
-    if fitting := _fitting(request, layouts):
+    if fitting := _fitting(quick_stock_choices(request, layouts)):
         return fitting
     unlimited = quick_stock_choices(replace(request, limit_gib=inf), layouts)
     return replace(choose(unlimited, play_in_full, most=0)[0], request=request)
@@ -182,9 +178,9 @@ def _layouts(request: Request, chunks: int | None) -> list[StockLayout]:
     return layouts
 
 
-def _fitting(request: Request, layouts: Sequence[StockLayout]) -> Choice | None:
-    """The fastest layout that fits."""
-    fitting = [choice for choice in quick_stock_choices(request, layouts) if choice.fits]
+def _fitting(choices: Sequence[Choice]) -> Choice | None:
+    """The fastest that fits, played in full."""
+    fitting = [choice for choice in choices if choice.fits]
     return choose(fitting, play_in_full, most=1)[0] if fitting else None
 
 

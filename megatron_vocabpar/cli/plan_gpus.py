@@ -13,12 +13,13 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from megatron_vocabpar.cli.files import is_quiet, tell
 from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json, print_answer
-from megatron_vocabpar.plan.configurations import Question, best_configurations, usual_batch
+from megatron_vocabpar.plan.configurations import best_configurations, usual_batch
 from megatron_vocabpar.plan.given import Given
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, refused
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.read_arguments import job_from_arguments, other_gpus
+from megatron_vocabpar.plan.variants import Question
 from megatron_vocabpar.text_tables import console
 
 _WORKERS = 4

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
-from megatron_vocabpar.plan.configurations import BEST, Question
+from megatron_vocabpar.plan.configurations import BEST
 from megatron_vocabpar.plan.hardware import Hardware, hardware_presets
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.price import CHANNEL_GB_S, pair_error
 from megatron_vocabpar.plan.times import layer_ms
+from megatron_vocabpar.plan.variants import Question
 from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, VOCAB_1, VOCAB_2
 
 _SAYS = 0.02  # parts of the time that are at least this share of it are named

@@ -35,11 +35,12 @@ from megatron_vocabpar.plan.advice import (
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
 from megatron_vocabpar.plan.choice_flags import placing_flags
 from megatron_vocabpar.plan.choices import all_choices, best_of
-from megatron_vocabpar.plan.configurations import MOST, Question
+from megatron_vocabpar.plan.configurations import MOST
 from megatron_vocabpar.plan.job import refused, repeated_layers
 from megatron_vocabpar.plan.layer_counts import StockLayout
 from megatron_vocabpar.plan.plays import play_stock, stock_choice, stock_choices
 from megatron_vocabpar.plan.stage_memory import GIB
+from megatron_vocabpar.plan.variants import Question
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import text_table
 

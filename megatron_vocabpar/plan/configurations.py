@@ -8,10 +8,7 @@ not played if its bound is above the best time of its kind, or above that of the
 that is neither faster than these nor near the best of all is not priced (``price.py``). ``choose`` then finds
 the fastest of ours and of Megatron's.
 
-Recomputation, an optimizer on the host and the precision-aware optimizer save memory and cost time or digits.
-A schedule of ours takes the first of ``memory_variants`` with which it fits, in the order of their bounds. So
-does a layout of Megatron's, and then those in which it may be faster: whole layers run again, often more than
-a bound counts. So moments in 16 bits, which change digits, come only where memory needs them.
+What saves memory comes only where memory needs it (``variants.py``).
 Megatron's FSDP, which has no pipeline, is worked out for all configurations (``fsdp.py``).
 
 The same question always has the same answer: nothing depends on the clock.
@@ -22,34 +19,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice, product
 from math import inf
-from statistics import fmean
 from typing import Any
 
 from megatron_vocabpar.plan.choice import Choice, Request, longest_tail_ms
 from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
 from megatron_vocabpar.plan.fsdp import fsdp_choices
-from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, in_whole_layers, refused
 from megatron_vocabpar.plan.layer_counts import layouts_of
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.plan.plays import peak_gib_with, quick_stock_choices
-from megatron_vocabpar.plan.stage_memory import GIB, RESERVED, Held, parameters_of, stage_memory
-from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
+from megatron_vocabpar.plan.plays import quick_stock_choices
+from megatron_vocabpar.plan.stage_memory import parameters_of
+from megatron_vocabpar.plan.times import estimated_costs
+from megatron_vocabpar.plan.variants import (
+    Question,
+    Variants,
+    bound_ms,
+    evenly,
+    fits_with,
+    memory_variants,
+    work_ms,
+)
 from megatron_vocabpar.schedule.make.families import family_named
-from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import (
     BASELINE,
     INTERLACED,
     VOCAB_1,
     VOCAB_2,
-    Method,
-    method_named,
 )
-from megatron_vocabpar.schedule.words.placement import Placement
 
 MOST = 128  # configurations that are played
 _NEAR_BEST = 1.03  # estimates over their kind's best that are kept
@@ -62,36 +62,10 @@ OURS = (  # baseline is the quickest to work out; of equally fast ones the first
     *((VOCAB_1, family) for family in ("v-min", "v-half", "v-zb", "dualpipev", "zb-h1", "1f1b")),
 )
 OTHERS = (VOCAB_2, INTERLACED)  # methods that only the best configurations are played with
-_OPTIMIZERS = ((0.0, False), (0.0, True), (0.5, False), (1.0, False))
-"""(The share of the optimizer on the host, it is precision-aware)."""
-_RECOMPUTE = (("none", 1.0), ("selective", 1.0), *(("full", eighths / 8) for eighths in range(1, 9)))
-"""(What is recomputed, the share of layers for which a full recomputation holds)."""
-_CLEARLY_MORE = 1.02  # over the limit: another variant may hold a little less
 _BATCH_TOKENS = 2**22  # of an iteration by default: 4 M, as for the models of the presets
 _TENSOR, _CONTEXT, _MICRO_BATCH = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)
 _SHARDED_MICRO_BATCH = (1, 2, 4, 8)  # with FSDP a larger microbatch gathers weights less often
 _DEEPEST = 32  # ranks of a pipeline: longer ones are slow to play
-_LEAST_HELD = {
-    "1f1b": 0.9, "zb-h1": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5
-}  # fmt: skip
-"""The least microbatches that a schedule holds, over the ranks; without that room it is not played."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A model to spread over some GPUs.
-
-    Attributes:
-        batch: sequences of an iteration.
-        fixed: sizes that the user has decided, by the names of ``Job``'s fields.
-    """
-
-    model: Model
-    hardware: Hardware
-    gpus: int
-    batch: int
-    limit_gib: float
-    fixed: Mapping[str, int | bool | str] = field(default_factory=dict)
 
 
 def usual_batch(model: Model, gpus: int) -> int:
@@ -109,7 +83,7 @@ def configurations(question: Question) -> list[tuple[float, Job]]:
     fitting = []
     for job in _jobs(question):
         variants = memory_variants(question, job)
-        fits = next((variant for variant in variants if _fits_with(question, variant, variant.p / 3)), None)
+        fits = next((variant for variant in variants if fits_with(question, variant, variant.p / 3)), None)
         if fits is not None:
             fitting.append((bound_ms(question, fits), expected_ms(question, fits), job))
     orders = (sorted(fitting, key=lambda row: (row[k], _sizes(row[2]))) for k in (0, 1))
@@ -162,86 +136,12 @@ def _jobs(question: Question, micro_batches: Sequence[int] | None = None) -> Ite
             yield job
 
 
-def bound_ms(question: Question, job: Job) -> float:
-    """The ms that no schedule can undercut: the passes of the mean rank, and the optimizer's step."""
-    costs = estimated_costs(question.model, job, question.hardware)
-    return job.m * _work_ms(question, job, costs) + _step_ms(question, job)
-
-
-def _step_ms(question: Question, job: Job) -> float:
-    replicas = job.d * job.c if job.distributed_optimizer else 1
-    updated = question.model.parameters / (job.p * job.t * replicas)
-    return step_ms(updated, question.hardware, offload=job.offload)
-
-
 def expected_ms(question: Question, job: Job) -> float:
     """About what the best schedule takes: also a quarter of 1F1B's idle time, and what gradients add."""
     model, gpu = question.model, question.hardware
-    costs, parameters = estimated_costs(model, job, gpu), parameters_of(model, job, *_evenly(model, job.p))
+    costs, parameters = estimated_costs(model, job, gpu), parameters_of(model, job, *evenly(model, job.p))
     after = longest_tail_ms(job, gpu, parameters, costs, w_chunks=2)
-    return (job.m + (job.p - 1) / 4) * _work_ms(question, job, costs) + after
-
-
-def _work_ms(question: Question, job: Job, costs: PassCosts) -> float:
-    """The ms of the mean rank's passes of a microbatch."""
-    layer = layer_ms(question.model, job, question.hardware)
-    output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
-    hidden = layer.hidden if can_pair(question.model, job) else 0.0
-    layer_work_ms = layer.forward + layer.backward + layer.weights - hidden
-    return (layer_work_ms * question.model.layers + output) / job.p
-
-
-def _fits_with(question: Question, job: Job, held: float, *, mean: bool = False) -> bool:
-    """Whether memory fits if layers are spread evenly and each rank holds ``held`` microbatches.
-
-    Only the rank with the least memory is checked, or the mean rank without the buffers of vocabulary layers,
-    which no layout or method makes lighter. So a job that could fit is never left out.
-    """
-    model, p = question.model, job.p
-    stages = stage_memory(model, job, *_evenly(model, p), [Held(max(1.0, held))] * p)
-    needed = min(stage.total for stage in stages)
-    if mean:
-        needed = fmean(stage.total - (1.0 + RESERVED) * (stage.output + stage.inputs) for stage in stages)
-    return needed <= question.limit_gib * GIB
-
-
-def _evenly(model: Model, p: int) -> tuple[Method, Placement, tuple[int, ...]]:
-    """The lightest way to spread a model: vocabulary layers over all stages, layers as even as can be."""
-    layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
-    return method_named(VOCAB_1 if p > 1 else BASELINE), Placement(p, 1, "standard"), layers
-
-
-def memory_variants(question: Question, job: Job) -> list[Job]:
-    """The job with every saver of memory, by their bounds; only a distributed optimizer can be changed."""
-    return [variant for _, variant in _variants(question, job)]
-
-
-def _variants(question: Question, job: Job, chunks: int = 0) -> list[tuple[float, Job]]:
-    """``memory_variants``, each with its bound in ms.
-
-    With a number of ``chunks`` a rank, recomputation is of whole layers of stages that are equally long.
-    """
-    fixed: Mapping[str, Any] = question.fixed
-    layers = (-(-question.model.layers // (job.p * chunks)),) if chunks else ()
-    works_ms: dict[tuple[str, float], float] = {}  # of a microbatch: the optimizer changes nothing there
-    wanted = {}
-    for (offload, precision_aware), (recompute, recomputed) in product(_OPTIMIZERS, _RECOMPUTE):
-        saved: dict[str, Any] = {
-            "offload": offload,
-            "precision_aware": precision_aware,
-            "recompute": recompute,
-            "recomputed": recomputed,
-        }
-        decided = {name: fixed[name] for name in saved if name in fixed}
-        if job.distributed_optimizer or not (offload or precision_aware):
-            variant = replace(job, **saved | decided)
-            variant = in_whole_layers(variant, layers) if layers else variant
-            key = variant.recompute, variant.recomputed
-            if key not in works_ms:
-                costs = estimated_costs(question.model, variant, question.hardware)
-                works_ms[key] = variant.m * _work_ms(question, variant, costs)
-            wanted[variant] = works_ms[key] + _step_ms(question, variant)
-    return sorted(((bound, variant) for variant, bound in wanted.items()), key=lambda row: row[0])
+    return (job.m + (job.p - 1) / 4) * work_ms(question, job, costs) + after
 
 
 def quick_plays(
@@ -254,14 +154,12 @@ def quick_plays(
     """
     ours: list[Choice] = []
     possible = OURS if job.p > 1 else ()
-    numbers = {0, *(family_named(family).chunks for _, family in possible)}
-    variants = {chunks: _variants(question, job, chunks) for chunks in numbers}
+    variants = Variants(question, job)
     for method, family in possible:
-        of_family = family_named(family)
-        if can_pair(question.model, job) or not of_family.pairs:
+        if can_pair(question.model, job) or not family_named(family).pairs:
             least = min(map(_ms, ours), default=inf)
             limits = min(ours_ms, least), _NEAR_BEST * min(best_ms, least)
-            ours += _fitting(question, variants[of_family.chunks], method, family, limits, _LAYOUTS)
+            ours += _fitting(variants, method, family, limits, _LAYOUTS)
     stock: list[Choice] = []
     bound = cache(partial(bound_ms, question))
     for overlaps in (False, True) if can_pair(question.model, job) else (False,):  # which holds more
@@ -286,7 +184,8 @@ def quick_plays(
             return choices
 
         below_ms = min([stock_ms, *map(_ms, stock)])
-        stock += _of_fastest_variant(question, variants[0], "stock", played, below_ms, alike=False)
+        found = variants.fastest("stock", played, below_ms, chunks=0, alike=False)
+        stock += found[1] if found else []
     return [*_near_best(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
 
@@ -301,8 +200,7 @@ def _near_best(choices: list[Choice]) -> list[Choice]:
 
 
 def _fitting(
-    question: Question,
-    variants: Sequence[tuple[float, Job]],
+    variants: Variants,
     method: str,
     family: str,
     limits: tuple[float, float],
@@ -313,52 +211,13 @@ def _fitting(
     ``limits`` are ``below_ms`` and ``near_ms`` of ``choices_of``.
     """
     below_ms, near_ms = limits
-    if family_named(family).pairs:  # with a full recomputation Megatron runs no F beside a B
-        variants = [row for row in variants if can_pair(question.model, row[1])]
+    chunks, paired = family_named(family).chunks, family_named(family).pairs
 
     def played(request: Request, below_ms: float) -> list[Choice]:
         return choices_of(request, method, family, below_ms=below_ms, near_ms=near_ms, most=most)
 
-    return _of_fastest_variant(question, variants, family, played, below_ms, alike=True)
-
-
-def _of_fastest_variant(
-    question: Question,
-    variants: Sequence[tuple[float, Job]],
-    family: str,
-    played: Callable[[Request, float], list[Choice]],
-    below_ms: float,
-    *,
-    alike: bool,
-) -> list[Choice]:
-    """What fits in the variant of a job that is the fastest, if it takes less than ``below_ms``.
-
-    Variants come by their bounds. If their schedules are ``alike``, the first in which any fits is the
-    fastest; else the first whose bound is not below the fastest ends the search. A variant is not played if
-    nothing that did not fit would fit in it with as many microbatches.
-    """
-    needed_gib, too_large, best = 0.0, list[Choice](), list[Choice]()
-    for bound, variant in variants:
-        if bound >= below_ms:
-            break
-        least = variant if alike else replace(variant, recomputed=1.0)  # in whole layers, it may be all
-        if not _fits_with(question, least, _LEAST_HELD[family] * variant.p, mean=True):
-            needed_gib = needed_gib or question.limit_gib
-            continue
-        most_gib = _CLEARLY_MORE * question.limit_gib
-        if too_large and all(peak_gib_with(choice, variant) > most_gib for choice in too_large):
-            continue
-        request = Request(question.model, variant, question.hardware, question.limit_gib)
-        choices = [choice for choice in played(request, below_ms) if not choice.problem]
-        fitting = [replace(choice, needed_gib=needed_gib) for choice in choices if choice.fits]
-        if alike and (fitting or not choices):
-            return fitting
-        if fitting and min(map(_ms, fitting)) < below_ms:
-            best, below_ms = fitting, min(map(_ms, fitting))
-        elif choices and not fitting:
-            too_large = choices
-            needed_gib = min(choice.peak_gib for choice in choices)
-    return best
+    found = variants.fastest(family, played, below_ms, chunks=chunks, alike=True, paired=paired)
+    return found[1] if found else []
 
 
 def _ms(choice: Choice) -> float:
@@ -427,8 +286,8 @@ def _other_plays(question: Question, played: list[Choice]) -> list[Choice]:
                 if key not in asked:
                     asked.add(key)
                     least = min(map(_ms, [*near, *further]))
-                    variants = _variants(question, job, family_named(family).chunks)
-                    further += _fitting(question, variants, method, family, (least, _NEAR_BEST * least))
+                    limits = least, _NEAR_BEST * least
+                    further += _fitting(Variants(question, job), method, family, limits)
     return further
 
 

@@ -17,10 +17,10 @@ from megatron_vocabpar.doctor.check_runs import Result, print_table
 from megatron_vocabpar.plan.answer import PlanAnswer, answer_for_gpus, cells, print_answer
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of
-from megatron_vocabpar.plan.configurations import Question
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.variants import Question
 from megatron_vocabpar.text_tables import console
 from megatron_vocabpar.train.tables import MethodSummary, as_text, summary_table
 

@@ -22,12 +22,9 @@ from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json, flags_of
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import choice_of, choices_of, mapping
 from megatron_vocabpar.plan.configurations import (
-    Question,
     best_configurations,
-    bound_ms,
     configurations,
     kind_of,
-    memory_variants,
     quick_plays,
     usual_batch,
 )
@@ -38,6 +35,7 @@ from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import play_in_full, quick_stock_choices, stock_choices
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stage_memory import GIB, StageMemory
+from megatron_vocabpar.plan.variants import Question, bound_ms, memory_variants
 from megatron_vocabpar.schedule.make.problem import Problem
 
 H100 = hardware_named("h100")

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.configurations import Question, sharded
+from megatron_vocabpar.plan.configurations import sharded
 from megatron_vocabpar.plan.fsdp import fsdp_choices
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
 from megatron_vocabpar.plan.stage_memory import GIB, RESERVED
+from megatron_vocabpar.plan.variants import Question
 
 MODEL, H100 = model_preset("llama-3.1-8b"), hardware_named("H100")
 JOB = Job(p=1, d=16, m=4, distributed_optimizer=True)

@@ -124,9 +124,7 @@ class Problem:
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
-    def played(
-        self, budget: int, wanted: int, below_ms: float = inf, *, least: int = 0
-    ) -> list[Arrangement]:
+    def played(self, budget: int, wanted: int, below_ms: float = inf, *, least: int = 0) -> list[Arrangement]:
         """The ``wanted`` fastest candidates within a budget, fastest first; of equally fast ones the first.
 
         Those that do not end before ``below_ms`` may be left out. There are ``least`` trials even if the
