@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_vocabpar.schedule.words.dependencies import (
@@ -104,19 +104,27 @@ class Numbering:
     @cached_property
     def needs(self) -> tuple[tuple[LocalNeed, ...], ...]:
         """What each node waits for; nothing where the schedule has no such instruction."""
-        table: list[tuple[LocalNeed, ...]] = [()] * self.nodes
-        for item in _templates(self.schedule):
-            table[self.first_node[item.type] + item.stage] = tuple(
-                LocalNeed(self.first_node[need.type] + need.stage, item.microbatch - need.microbatch)
-                for need in prerequisites(item, self.schedule)
-            )
-        return tuple(table)
+        schedule = self.schedule
+        frame = Schedule(schedule.method, schedule.placement, m=1, mtp_depths=schedule.mtp_depths)
+        return _needs(Numbering(frame))  # the same for every microbatch
 
     def producers(self, node: int) -> tuple[int, ...]:
         """The pass nodes whose result a receive, or a rank's part in a collective, carries."""
         if isinstance(self.type_of(node), PassType):
             return (node,)
         return tuple(producer for need in self.needs[node] for producer in self.producers(need.node))
+
+
+@lru_cache(maxsize=64)
+def _needs(of: Numbering) -> tuple[tuple[LocalNeed, ...], ...]:
+    """``Numbering.needs`` of a frame; kept, as a search plays many orders and layouts of one frame."""
+    table: list[tuple[LocalNeed, ...]] = [()] * of.nodes
+    for item in _templates(of.schedule):
+        table[of.first_node[item.type] + item.stage] = tuple(
+            LocalNeed(of.first_node[need.type] + need.stage, item.microbatch - need.microbatch)
+            for need in prerequisites(item, of.schedule)
+        )
+    return tuple(table)
 
 
 def _templates(schedule: Schedule) -> Iterator[Atom]:
