@@ -1,4 +1,4 @@
-"""Writes the page of flags, ``docs/flags.md``, and the table of warnings in ``docs/megatron.md``.
+"""Writes the page of flags, ``docs/flags.md``, and the tables of what ``docs/megatron.md`` warns of and refuses.
 
 ``python -m megatron_vocabpar.megatron_lm.flags_page docs/flags.md docs/megatron.md``
 
@@ -15,10 +15,15 @@ from typing import ClassVar
 
 from megatron_vocabpar.megatron_lm.flags import ENABLE, FLAGS, PUBLISHED, Flag, spell
 from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
+from megatron_vocabpar.megatron_lm.rules.flags import CHECKPOINTS, PAIRS
+from megatron_vocabpar.megatron_lm.rules.flags import FLAGS as SINGLE
+from megatron_vocabpar.megatron_lm.rules.layouts import CHUNKS, LINES, REDISTRIBUTION
 from megatron_vocabpar.option import options_of
 from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
+from megatron_vocabpar.pipeline.rules.model import HEADS, PLACED, SPLIT_W, WHOLE
 from megatron_vocabpar.pipeline.rules.options import INCOMPATIBLE, Incompatible
-from megatron_vocabpar.pipeline.rules.rule import UNTESTED, Text, said
+from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Table, Text, said
 from megatron_vocabpar.schedule.words.methods import METHODS
 
 
@@ -48,17 +53,58 @@ def warnings_table() -> Iterator[str]:
         yield f"| {_shown(rule.asked)} | {_shown(rule.why)}; {_shown(rule.do)} |"
 
 
+REFUSED: tuple[tuple[str, Table], ...] = (
+    ("any job", SINGLE),
+    ("the start from a checkpoint", CHECKPOINTS),
+    ("layers and model chunks", (*CHUNKS, *LINES, *PLACED)),
+    ("families that split W off", SPLIT_W),
+    ("whole vocabulary layers in schedules of this plugin", WHOLE),
+    ("pairs of F and B", PAIRS),
+    ("CUDA graphs", GRAPHS),
+    ("the precision of the LM head", HEADS),
+    ("`redis`", REDISTRIBUTION),
+)
+"""The rules about launch lines, by what they are about."""
+
+
+def refusals_table() -> Iterator[str]:
+    """The lines of the table of what is refused; options of ours are on the page of flags.
+
+    A row that is filled in from the launch line as a whole is left out: it would say nothing here.
+    """
+    yield from ("| in | asked for | why, and what to do |", "| --- | --- | --- |")
+    for about, table in REFUSED:
+        for rule in table:
+            why = _shown(rule.why)
+            if rule.level == IMPOSSIBLE and why != _ANY:
+                asked, do = _shown(rule.asked), _shown(rule.do)
+                cells = (about, asked, f"{why}; {do}" if do else why)
+                yield f"| {' | '.join(cell.replace('|', f'{_BACKSLASH}|') for cell in cells)} |"
+
+
+_ANY, _BACKSLASH = "…", "\\"
+
+
+class _Anything(str):
+    """A fact, its attributes, and their attributes."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> _Anything:
+        return self
+
+
 class _AnyFacts:
     """The facts of no launch line in particular, and what a rule finds in them."""
 
-    family_flag = "the family"
+    family_flag = f"--vocab-parallel-family {_ANY}"
     option: ClassVar = {name: spell(name, True) for name in options_of(VocabOptions)}
 
-    def __getattr__(self, name: str) -> str:
-        return "…"
+    def __getattr__(self, name: str) -> _Anything:
+        return _Anything(_ANY)
 
     def __str__(self) -> str:
-        return "…"
+        return _ANY
 
 
 def _shown(text: Text) -> str:
@@ -94,6 +140,7 @@ def _code(text: str) -> str:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "flags": flag_sections,
     "warnings": warnings_table,
+    "refusals": refusals_table,
 }
 
 

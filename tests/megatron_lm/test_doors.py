@@ -158,7 +158,11 @@ def test_a_refused_launch_line_names_every_flag() -> None:
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("flags.md", "### vocab-parallel-z-loss\n"), ("megatron.md", "| `--optimizer-cuda-graph` |")],
+    [
+        ("flags.md", "### vocab-parallel-z-loss\n"),
+        ("megatron.md", "| `--optimizer-cuda-graph` |"),
+        ("megatron.md", "| any job | `--perform-rl-step` |"),
+    ],
 )
 def test_what_the_page_has_of_flags_is_current(name: str, line: str) -> None:
     """Else: ``python -m megatron_vocabpar.megatron_lm.flags_page docs/flags.md docs/megatron.md``."""
