@@ -24,6 +24,7 @@ class Option:
         help: a sentence for ``--help``.
         page: further sentences for ``docs/flags.md``, as Markdown.
         example: a value for the example of that page.
+        by_default: what that page says of the default, if it is not the field's own.
         section: the section of ``--help`` that begins with it.
         flag: its name, if it is not the field's. None: no flag.
         choices: its values, if it takes only some; those of a field that is a tuple, if it takes several.
@@ -38,6 +39,7 @@ class Option:
     help: str
     page: str = ""
     example: str = ""
+    by_default: str = ""
     section: str = ""
     flag: str | None = ""
     choices: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron_vocabpar.option import option
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, claimed_peak, families, family_named
-from megatron_vocabpar.schedule.words.methods import BASELINE, METHODS, VOCAB_2, method_named
+from megatron_vocabpar.schedule.words.methods import BASELINE, DEFAULT, METHODS, VOCAB_2, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 AUTO = "auto"
@@ -46,6 +46,7 @@ class FlagConfig:
         "vocabulary layers whole, so that another family can be tried without partitioning anything.",
         choices=tuple(METHODS),
         example="vocab-1",
+        by_default=f"`{DEFAULT}`",
     )
     family: str = option(
         "1f1b",
@@ -64,6 +65,7 @@ class FlagConfig:
         "are the planner's estimates for the model.",
         metavar="FILE",
         example="vocab_parallel_costs.json",
+        by_default="none; the planner's estimates for the model are used",
     )
     profile_iterations: int = option(
         PROFILE_ITERATIONS,
@@ -74,6 +76,7 @@ class FlagConfig:
         metavar="N",
         least=0,
         example="0",
+        by_default=f"`{PROFILE_ITERATIONS}`, or `0` with --vocab-parallel-costs",
     )
     max_activations: float | None = option(
         None,
@@ -83,6 +86,7 @@ class FlagConfig:
         metavar="X",
         least=1,
         example="6",
+        by_default="what the family needs; for `search` and `auto` what 1F1B needs with vocab-2",
     )
     timeline: int | None = option(
         None,
@@ -93,6 +97,7 @@ class FlagConfig:
         metavar="ITER",
         least=1,
         example="20 --tensorboard-dir tb",
+        by_default="no timeline is written",
     )
     layout: str | None = option(
         None,
@@ -101,6 +106,7 @@ class FlagConfig:
         "layout that it recommends, where that gains 1 % or more.",
         choices=("auto",),
         example="auto",
+        by_default="Megatron's flags place the layers",
     )
     strict: bool = option(
         False,

@@ -46,6 +46,7 @@ class Flag:
         field: the field of a record that it sets; None if ``config_from`` reads it by name.
         page: what the page of flags says besides its help.
         example: a value for the example of that page.
+        by_default: what that page says of its default.
     """
 
     flag: str
@@ -53,6 +54,7 @@ class Flag:
     field: str | None = None
     page: str = ""
     example: str = ""
+    by_default: str = "off"
 
     @property
     def attribute(self) -> str:
@@ -68,8 +70,22 @@ def _flags_of(record: type) -> Iterator[Flag]:
         if each.flag is not None:
             several = isinstance(defaults[name], tuple)
             yield Flag(
-                _flag(name, each), _arguments(each, types[name], several), name, each.page, each.example
+                _flag(name, each),
+                _arguments(each, types[name], several),
+                name,
+                each.page,
+                each.example,
+                each.by_default or _said(defaults[name]),
             )
+
+
+def _said(default: Any) -> str:
+    """A default as the page says it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None or default == ():
+        return "none"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
 
 
 def _flag(name: str, each: Option) -> str:

@@ -1,4 +1,4 @@
-"""Writes the page of flags, ``docs/flags.md``, and the tables of what ``docs/megatron.md`` warns of and refuses.
+"""Writes the page of flags, ``docs/flags.md``, and the tables of rules in ``docs/megatron.md``.
 
 ``python -m megatron_vocabpar.megatron_lm.flags_page docs/flags.md docs/megatron.md``
 
@@ -34,6 +34,7 @@ def flag_sections() -> Iterator[str]:
             # GitHub and the site make one anchor of a heading only if it does not begin with dashes.
             yield from (f"### {flag.flag.removeprefix('--')}", "")
             yield from (f"{_code(flag.arguments['help'])} {flag.page}".strip(), "")
+            yield from (f"Default: {_code(flag.by_default)}.", "")
             against = dict.fromkeys(other for row in INCOMPATIBLE for other in _against(flag, row))
             if against:
                 yield from (f"It is refused with {', '.join(against)}.", "")

@@ -29,8 +29,8 @@ class Metric:
 
 _GRADIENT = "-gradient"
 METRICS = {
-    "entropy": Metric("entropy:Entropy", "the entropy in nats (entropy)", has_gradient=True),
-    "accuracy": Metric("target_rank:TargetRank", "whether the target is the most likely id (correct)"),
+    "entropy": Metric("entropy:Entropy", "entropy, in nats", has_gradient=True),
+    "accuracy": Metric("target_rank:TargetRank", "accuracy, 1 if no id is likelier than the target, else 0"),
 }
 _WORDS = tuple(
     word
@@ -61,6 +61,7 @@ class VocabOptions:
         page="Fewer tokens take less memory during S and T, and more kernel launches.",
         flag="tokens-per-chunk",
         example="1024",
+        by_default="what suits the GPU, so that the logits of a chunk take at most 128 MiB",
         least=1,
     )
     invariant: bool = option(
@@ -78,6 +79,7 @@ class VocabOptions:
         page="It cannot be combined with label smoothing.",
         flag="logit-softcap",
         example="30",
+        by_default="no bound",
     )
     label_smoothing: float = option(
         0.0,
@@ -113,9 +115,10 @@ class VocabOptions:
     )
     metrics: tuple[str, ...] = option(
         (),
-        f"Numbers of every token: {', '.join(metric.is_ for metric in METRICS.values())}. A loss function "
-        "with a parameter of that name gets them; otherwise their mean is logged. With -gradient the loss "
-        "may depend on the number, which takes one more product and doubles the input gradient to reduce.",
+        f"Numbers of every token: {'; '.join(metric.is_ for metric in METRICS.values())}; entropy-gradient, "
+        "an entropy on which the loss may depend, which takes one more product and doubles the input "
+        "gradient to reduce. A loss function gets them through parameters called entropy and correct; if it "
+        "has neither, their means are logged.",
         page="[Entropies and accuracy](reinforcement.md#entropies-and-accuracy) has an example.",
         choices=_WORDS,
         example="entropy accuracy",
@@ -140,6 +143,7 @@ class VocabOptions:
         "how the default is found.",
         least=1,
         example="4",
+        by_default="the fewest with which no pass of the first plan waits",
     )
     independent_init: bool = option(
         False,
