@@ -175,8 +175,9 @@ def test_what_the_page_has_of_flags_is_current(name: str, line: str) -> None:
 @pytest.mark.parametrize(
     "flag", [flag for flag in FLAGS if flag not in SPELLINGS], ids=lambda flag: flag.flag
 )
-def test_the_example_of_a_flag_is_read(flag: Flag) -> None:
+def test_a_flag_has_a_default_and_an_example_that_is_read(flag: Flag) -> None:
     words = example(flag)
+    assert flag.by_default
     assert flag.field is None or config_from_argv(words) != config_from_argv(words[:1])
 
 
