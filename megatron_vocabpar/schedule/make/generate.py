@@ -1,5 +1,7 @@
 """From a request to a plan: building block -> repeat -> play -> choose -> lower.
 
+Programs call ``make_plan``, or ``generate`` for a schedule without its communication.
+
 Several candidates (``candidates.py``) are played with the request's times. If all microbatches would take
 too long, each is played for fewer, and then the fastest for all. The vocabulary passes are part of every
 block, so families do not depend on them. The same request gives the same plan, on every rank.
