@@ -189,10 +189,12 @@ def _lines(answer: LayoutAnswer, options: dict[str, Any]) -> Iterator[str]:
     best = answer.best
     if best is not None:
         request = best.request
+        if not answer.fits:
+            yield "Nothing fits. The fastest layout needs more memory:"
         sizes = f"{sizes_of(request.job)}, " if answer.sizes_chosen else ""
         yield (
             f"{request.model.name} on {request.job.p} stages of {request.hardware.name}, {best.name}, {sizes}"
-            f"{request.job.m} microbatches:"
+            f"{request.job.m} microbatches of {request.job.micro_batch} x {request.model.seq_length} tokens:"
         )
         yield _description(best)
         flags = flags_of(best) if answer.sizes_chosen else best.flags
@@ -204,7 +206,7 @@ def _lines(answer: LayoutAnswer, options: dict[str, Any]) -> Iterator[str]:
         sizes = f" with {sizes_of(answer.ours.request.job)}" if options["gpus"] else ""
         yield f"this package's {answer.ours.name}{sizes}: {_figures(answer.ours)}"
     if not answer.fits:
-        yield "Nothing fits. What would:"
+        yield "Nothing fits. What would:" if best is None else "What would fit:"
         yield from (f"- {line}" for line in answer.remedies or ["nothing that was tried; use --gpus"])
 
 

@@ -184,7 +184,9 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
         console.print(Text(f"- {line}"))
     if best is None:
         return
-    print(f"\n{folded(flags_of(best))}")  # as it is, for copying
+    own = "" if best.stock else "; start your script with -m megatron_vocabpar.launch"
+    console.print(Text(f"\nFlags, beside those of the model{own}:"))
+    print(folded(flags_of(best)))  # as they are, for copying
     stock = stock_best(answer.choices) if answer.of_gpus else None
     if stock is not None and stock is not best:
         console.print(Text("\nMegatron by itself:"))

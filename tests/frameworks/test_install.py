@@ -224,6 +224,7 @@ def test_what_changes_the_model_is_refused_for_ours_alone() -> None:
     ("flags", "expected", "code"),
     [
         (None, "", 0),
+        ("--enable-vocab-parallel", "megatron_vocabpar: on in verl: --enable-vocab-parallel", 1),
         ("--vocab-parallel-family v-half", "vocabulary parallelism in verl: VOCAB_PARALLEL_FLAGS", 1),
     ],
 )
