@@ -134,14 +134,16 @@ class Arranger:
                 self.core[rank].append((block.offsets[self.together.get(node, node)], node))
 
     def run(self) -> Arrangement:
-        while self.heap:
-            now, rank = heappop(self.heap)
-            if now == self.wake[rank]:
-                self.wake[rank] = NEVER
-                node = self._choose(rank, now)
+        heap, wake, free, left_ms = self.heap, self.wake, self.free, self.left_ms
+        choose, run, too_late = self._choose, self._run, self.too_late
+        while heap:
+            now, rank = heappop(heap)
+            if now == wake[rank]:
+                wake[rank] = NEVER
+                node = choose(rank, now)
                 if node != NO_NODE:
-                    self._run(rank, node, now)
-                    if self.free[rank] + self.left_ms[rank] > self.too_late:
+                    run(rank, node, now)
+                    if free[rank] + left_ms[rank] > too_late:
                         raise TooLate
         waiting = {}
         for rank, core in enumerate(self.core):
@@ -243,18 +245,20 @@ class Arranger:
             self.wake[rank] = at
             heappush(self.heap, (at, rank))
 
-    def _work_out(self, node: int) -> None:
-        """Note when the node's next microbatch can run; ``NEVER`` as long as that is not known."""
+    def _work_out(self, node: int) -> float:
+        """Note and return when the node's next microbatch can run; ``NEVER`` as long as that is not known."""
         mb, ready = self.counts[node], 0.0
         if mb == self.m:
             ready = NEVER
         else:
+            ends = self.ends
             for source, back, latency in self.needs[node]:
                 if mb >= back:
-                    at = self.ends[source + mb] + latency
+                    at = ends[source + mb] + latency
                     if at > ready:
                         ready = at
         self.ready[node] = ready
+        return ready
 
     def _run(self, rank: int, node: int, now: float) -> None:
         mb = self.counts[node]
@@ -285,11 +289,13 @@ class Arranger:
 
     def _finish(self, node: int, mb: int, end: float) -> None:
         """Make the end of a pass or a collective known, and wake the ranks that wait for it."""
+        counts = self.counts
         self.ends[node * self.m + mb] = end
-        self.counts[node] = mb + 1
+        counts[node] = mb + 1
         for follower, back in self.followers[node]:
-            if self.counts[follower] == mb + back:
-                self._work_out(follower)
-                ready, rank = self.ready[follower], self.rank[follower]
+            if counts[follower] == mb + back:
+                ready = self._work_out(follower)
                 if ready < NEVER:
-                    self._wake(rank, ready if ready > self.free[rank] else self.free[rank])
+                    rank = self.rank[follower]
+                    free = self.free[rank]
+                    self._wake(rank, ready if ready > free else free)
