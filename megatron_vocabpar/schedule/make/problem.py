@@ -5,7 +5,8 @@ Next: ``candidates.py``, ``list_scheduling.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import inf
@@ -80,13 +81,15 @@ class Problem:
         return Problem(shape, family, times, costs, graph, cap)
 
     def best(self, budget: int) -> Schedule:
-        """The fastest of the candidates that a budget of passes allows to play."""
+        """The fastest of the candidates that a budget of passes allows to play, and of ``_TRIALS`` at least.
+
+        So a longer schedule takes longer to make, and is not made with less care.
+        """
         if self.is_stock:
             return self._stock()
-        if self.pairs:
-            finalists = map(self.schedule, self.played(_PAIRED * budget, _FINALISTS, least=_TRIALS))
-            return min(finalists, key=self.simulated_ms)
-        return self.schedule(*self.played(budget, 1, least=_TRIALS))
+        fastest = self.played((_PAIRED if self.pairs else 1) * budget, least=_TRIALS)
+        assert fastest is not None
+        return self.schedule(fastest)
 
     def quick(self, budget: int, below_ms: float = inf) -> tuple[Schedule, float] | None:
         """A schedule, and the ms that its passes take if communication never queues.
@@ -96,8 +99,8 @@ class Problem:
         if self.is_stock:
             schedule = self._stock()
             return schedule, max(run_passes(schedule, self.times).ends)
-        best = self.played(budget, 1, below_ms)
-        return (self.schedule(best[0]), best[0].end) if best else None
+        fastest = self.played(budget, below_ms)
+        return (self.schedule(fastest), fastest.end) if fastest else None
 
     @property
     def is_stock(self) -> bool:
@@ -124,11 +127,10 @@ class Problem:
         program = lower(schedule, self.costs)
         return max(run_events(schedule, PassTimes.of(self.costs, schedule), program).ends)
 
-    def played(self, budget: int, wanted: int, below_ms: float = inf, *, least: int = 0) -> list[Arrangement]:
-        """The ``wanted`` fastest candidates within a budget, fastest first; of equally fast ones the first.
+    def played(self, budget: int, below_ms: float = inf, *, least: int = 0) -> Arrangement | None:
+        """The fastest candidate within a budget, or of ``least`` trials; of equally fast ones the first.
 
-        Those that do not end before ``below_ms`` may be left out. There are ``least`` trials even if the
-        budget allows fewer, so a longer schedule takes longer to make, and is not made with less care.
+        None if none ends before ``below_ms``.
         """
         generator = pair_candidates if self.pairs else candidates
         choices = generator(self.shape, self.graph, self.times, self.family, self.cap)
@@ -140,15 +142,13 @@ class Problem:
         affordable = max(1, least, budget // (passes * (trial_m + placing)))
         if self.pairs:
             affordable = min(affordable, _MOST_PAIRED)
-        first = islice(choices, affordable) if affordable >= _FEWEST else iter(())
-        if trial_m == self.shape.m and (trials := list(self._played(first, wanted, below_ms))):
-            different = {trial.end: trial for trial in reversed(trials) if trial}
-            return [different[end] for end in sorted(different)][:wanted]
+        tried = affordable if affordable >= _FEWEST else 0
+        if tried and trial_m == self.shape.m:
+            return self._fastest(choices, tried, below_ms)
         likeliest = 2 if self.shape.chunks > 1 else 1  # with chunks: reserved room, and the banker's rule
-        finalists = self._promising(first, trial_m, likeliest)
+        finalists = self._promising(islice(choices, tried), trial_m, likeliest)
         number = len(finalists) or max(likeliest, min(_FINALISTS, budget // (passes * self.shape.m)))
-        finished = islice(self._played(chain(finalists, choices), wanted, below_ms), number)
-        return sorted(filter(None, finished), key=lambda played: played.end)[:wanted]
+        return self._fastest(chain(finalists, choices), number, below_ms)
 
     def schedule(self, played: Arrangement) -> Schedule:
         """The schedule of a timeline: its order of passes, and its pairs."""
@@ -178,21 +178,21 @@ class Problem:
                 least_ms = min(least_ms, promised_ms)
         return promising[::-1]
 
-    def _played(
-        self, choices: Iterable[Candidate], wanted: int, below_ms: float
-    ) -> Iterator[Arrangement | None]:
-        """The candidates that do not get stuck, with all microbatches; None where others are faster."""
+    def _fastest(self, choices: Iterable[Candidate], number: int, below_ms: float) -> Arrangement | None:
+        """The fastest of the first that do not get stuck; None if none of them ends before ``below_ms``."""
+        fastest, played = None, 0
         for candidate in choices:
-            try:
-                played = self._try(candidate, self.shape.m, below_ms)
-            except Stuck:
-                continue
-            except TooLate:
-                yield None
-                continue
-            if wanted == 1:
-                below_ms = min(below_ms, played.end)
-            yield played
+            with suppress(Stuck):
+                try:
+                    arrangement = self._try(candidate, self.shape.m, below_ms)
+                    if arrangement.end < below_ms:
+                        fastest, below_ms = arrangement, arrangement.end
+                except TooLate:
+                    pass
+                played += 1
+            if played == number:
+                break
+        return fastest
 
     def _try(self, candidate: Candidate, m: int, below_ms: float = inf) -> Arrangement:
         play = arrange_in_pairs if candidate.rules.hidden else arrange
