@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, product
 from math import fsum, inf
 from statistics import fmean
 
@@ -35,7 +35,7 @@ from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
-from megatron_vocabpar.schedule.make.stock import stock_schedule
+from megatron_vocabpar.schedule.make.stock import stock_schedule, warm_up_length
 from megatron_vocabpar.schedule.play.events import run_events, run_passes
 from megatron_vocabpar.schedule.play.launches import launch_late, launch_when_ready
 from megatron_vocabpar.schedule.play.lower import lower
@@ -355,8 +355,10 @@ def stock_choice(request: Request, layout: StockLayout) -> Choice:
         return choice
     times = _stock_times(choice)
     further = _further_stock_ms(placement, times, pairs=layout.overlaps)
-    ways_ms = _ways_ms(placement, times)
-    least_ms = max(way_ms + job.m * ms for way_ms, ms in zip(ways_ms, further, strict=True))
+    work_ms = [job.m * ms for ms in further]
+    if layout.overlaps:
+        work_ms = [ms + _alone_ms(placement, times, job.m, rank) for rank, ms in enumerate(work_ms)]
+    least_ms = max(way_ms + ms for way_ms, ms in zip(_ways_ms(placement, times), work_ms, strict=True))
     share = _stock_layers_share(choice, job.m * sum(further))
     use = Use(job.m * sum(further) / job.p / least_ms)
     return replace(choice, iteration_ms=priced_ms(request, least_ms, share, use) + after)
@@ -424,6 +426,13 @@ def _further_stock_ms(placement: Placement, times: PassTimes, *, pairs: bool) ->
         paired = zip(stages, reversed(stages), strict=True) if pairs else ()
         work.append(alone - sum(times.hidden[stages_of_pair] for stages_of_pair in paired))
     return work
+
+
+def _alone_ms(placement: Placement, times: PassTimes, m: int, rank: int) -> float:
+    """What the F of a rank's warm-up would hide at least, if they did not run alone."""
+    stages = placement.stages_of(rank)
+    alone = warm_up_length(placement.p, m, placement.chunks, True, rank)
+    return alone * min(times.hidden[pair] for pair in product(stages, stages))
 
 
 def _ways_ms(placement: Placement, times: PassTimes) -> Iterator[float]:

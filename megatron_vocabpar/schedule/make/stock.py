@@ -20,6 +20,12 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
+def warm_up_length(p: int, m: int, chunks: int, overlaps: bool, rank: int, most: float = inf) -> int:
+    """The F that a rank runs before its first B; as many B come behind its last F (``stock_schedule``)."""
+    ahead = int(min(p - rank, most)) - 1 if chunks == 1 else 2 * (p - rank - 1) + (chunks - 1) * p
+    return min(ahead + overlaps, chunks * m)
+
+
 def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False, most: float = inf) -> Schedule:
     """The passes of every rank as Megatron runs them, for ``m`` microbatches on ``p`` ranks.
 
@@ -38,8 +44,7 @@ def stock_schedule(p: int, m: int, chunks: int = 1, overlaps: bool = False, most
     for rank in range(p):
         forward = [Pass(PassType.F, chunk * p + rank, mb) for chunk, mb in turns]
         backward = [Pass(PassType.B, (chunks - 1 - chunk) * p + rank, mb) for chunk, mb in turns]
-        ahead = int(min(p - rank, most)) - 1 if chunks == 1 else 2 * (p - rank - 1) + (chunks - 1) * p
-        warm_up = min(ahead + overlaps, len(turns))
+        warm_up = warm_up_length(p, m, chunks, overlaps, rank, most)
         steady = list(zip(forward[warm_up:], backward, strict=False))
         rows.append((*forward[:warm_up], *chain.from_iterable(steady), *backward[len(steady) :]))
         pairs += [Pair(*passes) for passes in steady] if overlaps else []
