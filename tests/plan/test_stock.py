@@ -74,7 +74,8 @@ def test_megatron_counts_the_loss_as_a_layer_where_that_comes_out_even() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "job"), [("gemma-2-9b", Job(p=4, m=40)), ("qwen3-30b-a3b", Job(p=4, d=8, e=8, m=40))]
+    ("name", "job"),
+    [("gemma-2-9b", Job(p=4, m=40)), *(("qwen3-30b-a3b", Job(p=4, d=8, e=8, m=m)) for m in (4, 40))],
 )
 def test_bounds_are_below_what_is_played(name: str, job: Job) -> None:
     request = Request(model_preset(name), job, H100, 1e6)

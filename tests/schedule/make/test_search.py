@@ -1,6 +1,7 @@
 """Search: better than every family alone, under any cap; and generation nearly as good as a search."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from megatron_vocabpar.schedule.check.validate import validate
 from megatron_vocabpar.schedule.make.families import claimed_peak, families
 from megatron_vocabpar.schedule.make.generate import family_requests, generate
+from megatron_vocabpar.schedule.make.list_scheduling import Arranger
 from megatron_vocabpar.schedule.make.problem import Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.play.peaks import peak_activations
@@ -86,6 +88,32 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
     among = [families()["v-half"], families()["zb-h1"]]
     first, second = (search("vocab-2", 2, 3, among=among) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("1f1b", "vocab-2"), ("zb-h1", "vocab-1"), ("v-half", "vocab-2"), ("v-min", "vocab-1")],
+)
+def test_more_trials_never_lead_to_a_slower_schedule(name: str, method: str) -> None:
+    problem = Problem.of(PlanRequest(method=method, p=4, m=80, family=name))  # a trial has 64 microbatches
+    ends = [problem.played(1, least=trials).end for trials in (4, 8, 16, 24)]
+    assert ends == sorted(ends, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "dualpipev"])
+def test_a_play_stops_when_it_cannot_end_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = replace(PassCosts.default(4), hidden_ms=4.0 if name == "dualpipev" else 0.0)
+    problem = Problem.of(PlanRequest(method="vocab-1", p=4, m=24, family=name, costs=costs))
+    found = problem.quick(1)
+    assert found is not None
+    assert problem.quick(1, 1.0001 * found[1]) == found
+    assert problem.quick(1, found[1]) is None
+    started, finish = [], Arranger._finish
+    monkeypatch.setattr(Arranger, "_finish", lambda *given: (started.append(given), finish(*given)))
+    problem.quick(1)
+    whole = len(started)
+    assert problem.quick(1, 0.9 * found[1]) is None
+    assert len(started) - whole < 0.7 * whole
 
 
 def gap(name: str, method: str, p: int, m: int, case: str, passes: int = 400_000) -> float:
