@@ -77,7 +77,7 @@ def played(
     m = min(job.m, microbatches or request.trial_microbatches)
     costs = costs_of(request, layers)
     problem = _problem(request, method, family, costs, m)
-    further_ms, layers_share = _further_ms(problem, problem.pairs), _layers_share(problem)
+    further_ms, layers_share = problem.further_ms(problem.pairs), _layers_share(problem)
     tail_ms = _tail_ms(request, method, family, layers)
     least_ms = job.m * max(further_ms) + tail_ms  # most often this suffices, and it is quick
     if least_ms < below_ms:
@@ -132,7 +132,7 @@ def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int)
 
     If any F runs together with a B, those of further microbatches all do.
     """
-    further_ms = _further_ms(problem, bool(schedule.pairs))
+    further_ms = problem.further_ms(bool(schedule.pairs))
     length_ms = end_ms + further * max(further_ms)
     saved = fsum(map(problem.times.saved, schedule.pairs))  # exact: the order of a set differs by run
     done = schedule.m * sum(problem.graph.duration.values()) - saved + further * sum(further_ms)
@@ -146,17 +146,6 @@ def _length_ms(request: Request, layers_share: float, work_ms: float, limit_ms: 
         priced_ms(request, times * work_ms, layers_share, Use(1.0 / times)) for times in (1.0, 2.0)
     )
     return work_ms * (1.0 + (limit_ms - at_once) / (twice - at_once)) if limit_ms < inf else inf
-
-
-def _further_ms(problem: Problem, pairs: bool) -> list[float]:
-    """Each rank's work for one more microbatch, whose F all run together with a B if ``pairs``."""
-    work = [0.0] * problem.shape.p
-    for node, duration in problem.graph.duration.items():
-        work[problem.graph.rank[node]] += duration
-    for (forward, backward), saved in problem.times.hidden.items():
-        if pairs and forward == backward:  # of all ways to pair a rank's stages, this one hides the most
-            work[problem.shape.placement.rank_of(forward)] -= saved
-    return work
 
 
 def play_in_full(choice: Choice, below_ms: float = inf) -> Choice:

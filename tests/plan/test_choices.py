@@ -46,18 +46,20 @@ best_layouts = cache(all_choices)
 
 
 @cache
-def simulated_ms(model: Model, job: Job, method: str, family: str) -> float:
-    costs = estimated_costs(model, job, H200)
+def simulated_ms(model: Model, job: Job, method: str, family: str, factor: float) -> float:
+    costs = estimated_costs(model, job, H200, factor)
     return simulate(make_plan(method, job.p, job.m, family=family, costs=costs)).iteration_ms
 
 
 def check_best(asked: Request, methods: tuple[str, ...], among: tuple[str, ...]) -> Choice:
-    """Compare the recommended choice with full simulations of all choices that fit."""
+    """Compare the recommended choice with full simulations of all choices that fit, at each one's price."""
     choices = best_layouts(asked, methods, among)
     best = best_of(choices)
     assert best is not None
     times = {
-        (one.method, one.family): simulated_ms(asked.model, asked.job, one.method, one.family)
+        (one.method, one.family): simulated_ms(
+            asked.model, asked.job, one.method, one.family, asked.factor(one.use)
+        )
         for one in choices
         if one.peak_gib <= asked.limit_gib
     }

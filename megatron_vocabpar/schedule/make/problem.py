@@ -117,6 +117,16 @@ class Problem:
         hidden = self.times.hidden if self.pairs else None
         return lower_bound_ms(self.graph, self.shape.m, self.cap, hidden)
 
+    def further_ms(self, pairs: bool) -> list[float]:
+        """Each rank's work for one more microbatch, whose F all run together with a B if ``pairs``."""
+        work = [0.0] * self.shape.p
+        for node, duration in self.graph.duration.items():
+            work[self.graph.rank[node]] += duration
+        for (forward, backward), saved in self.times.hidden.items():
+            if pairs and forward == backward:  # of all ways to pair a rank's stages, this one hides the most
+                work[self.shape.placement.rank_of(forward)] -= saved
+        return work
+
     @property
     def pairs(self) -> bool:
         """Whether F and B run together: the family has pairs, and the costs say that these hide time."""
@@ -168,11 +178,13 @@ class Problem:
         them. So of more trials nothing is left out that fewer would have found.
         """
         promising, least_ms = list[Candidate](), inf
+        further_ms = (self.shape.m - m) * max(self.further_ms(self.pairs))  # at least, behind the trial
         for position, candidate in enumerate(choices):
             try:
-                promised_ms = self._extrapolated(self._try(candidate, m), m)
-            except Stuck:
+                trial = self._try(candidate, m, least_ms - further_ms if position >= likeliest else inf)
+            except (Stuck, TooLate):
                 continue
+            promised_ms = self._extrapolated(trial, m)
             if position < likeliest or promised_ms < least_ms:
                 promising.append(candidate)
                 least_ms = min(least_ms, promised_ms)

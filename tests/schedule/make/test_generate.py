@@ -296,7 +296,7 @@ def test_generation_is_fast(family: str) -> None:
         generate("vocab-2", 32, 128, family=family, costs=PassCosts.paper(32))
         return time.process_time() - before
 
-    assert min(seconds() for _ in range(2)) < 1.0
+    assert min(seconds() for _ in range(2)) < 2.0  # sixteen trials of 68 microbatches, and two to four plays
 
 
 @pytest.mark.parametrize(
