@@ -211,10 +211,13 @@ class Problem:
         return play(self.graph, m, candidate.block, candidate.rules, below_ms)
 
     def _extrapolated(self, played: Arrangement, m: int) -> float:
-        """The end of all microbatches if the steady state continues as in the middle third of the trial."""
+        """The end of all microbatches if the steady state continues as in the middle third of the trial.
+
+        A microbatch more takes at least the busiest rank's work: W may wait for the end, but not for ever.
+        """
         if m < 3:
             return played.end
         first = self.graph.of_type(PassType.B)[0] * m
         early, late = m // 3, 2 * m // 3
         steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
-        return played.end + steady * (self.shape.m - m)
+        return played.end + max(steady, *self.further_ms(self.pairs)) * (self.shape.m - m)
