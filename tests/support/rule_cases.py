@@ -11,7 +11,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_megatron_fsdp": True}, "use --use-distributed-optimizer instead"),
     ({"use_custom_fsdp": True}, "use --use-distributed-optimizer instead"),
     ({"use_torch_fsdp2": True}, "use --use-distributed-optimizer instead"),
-    ({"cuda_graph_impl": "full_iteration"}, "use --cuda-graph-impl local"),
+    ({"cuda_graph_impl": "full_iteration"}, "leave it out, or capture single layers"),
     ({"external_cuda_graph": True}, "use --enable-cuda-graph"),
     ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, "gave wrong gradients"),
     ({"cuda_graph_impl": "local", "mtp_detach_heads": False}, "gave wrong gradients"),
@@ -265,7 +265,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     (
         LOCAL_GRAPHS | {"cuda_graph_scope_deprecated": ["full_iteration"]},
         CAPTURED,
-        "use --cuda-graph-impl local",
+        "leave it out, or capture single layers",
     ),
     (LOCAL_GRAPHS | {"cuda_graph_scope": "attn"}, CAPTURED, "with --cuda-graph-scope:"),
     (LOCAL_GRAPHS | {"recompute_granularity": "full"}, CAPTURED, "with --recompute-granularity: they have"),

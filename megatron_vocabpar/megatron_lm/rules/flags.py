@@ -65,7 +65,7 @@ FLAGS = (
     alone("modelopt_enabled export_kd_teacher_load",
         "ModelOpt puts a model and losses of its own in place, which see logits", "leave them out"),
     alone("logits_load_dir logits_save_dir", "Megatron's classes for them read logits, which no rank holds",
-        "leave them out; a call of ForwardBackward takes teacher and keep_top (docs/reinforcement.md)"),
+        "leave them out; a call of ForwardBackward takes teacher and keep_top (docs/distillation.md)"),
     alone("perform_rl_step", "it needs logits, which no rank holds"),
 )  # fmt: skip
 """Single flags that are refused or warned of."""

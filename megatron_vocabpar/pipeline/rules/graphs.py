@@ -65,7 +65,8 @@ _BESIDE = "leave out the one or the other"
 
 GRAPHS = (
     Rule("--cuda-graph-impl full_iteration, --cuda-graph-scope full_iteration", whole_iteration,
-        "waits of the host and side streams cannot be in one graph", "use --cuda-graph-impl local"),
+        "waits of the host and side streams cannot be in one graph",
+        "leave it out, or capture single layers"),
     Rule("--external-cuda-graph with Megatron before 0.16",
         lambda f: f.external_cuda_graph and not f.has("cuda_graph_impl"),
         "its training script captures in the order of Megatron's own schedule", "use --enable-cuda-graph"),
