@@ -145,7 +145,7 @@ def _of_fastest_variant(
         found = _fitting(choices)
         return [found] if found else choices
 
-    found = Variants(question, request.job).fastest("stock", played, inf, chunks=0, alike=False)
+    found = Variants(question, request.job).fastest(None, played, inf)
     return (found[1][0], replace(request, job=found[0])) if found else None
 
 

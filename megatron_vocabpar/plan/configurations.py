@@ -184,7 +184,7 @@ def quick_plays(
             return choices
 
         below_ms = min([stock_ms, *map(_ms, stock)])
-        found = variants.fastest("stock", played, below_ms, chunks=0, alike=False)
+        found = variants.fastest(None, played, below_ms)
         stock += found[1] if found else []
     return [*_near_best(ours), *(choice for choice in sorted(stock, key=_ms)[:1] if _ms(choice) < stock_ms)]
 
@@ -211,12 +211,11 @@ def _fitting(
     ``limits`` are ``below_ms`` and ``near_ms`` of ``choices_of``.
     """
     below_ms, near_ms = limits
-    chunks, paired = family_named(family).chunks, family_named(family).pairs
 
     def played(request: Request, below_ms: float) -> list[Choice]:
         return choices_of(request, method, family, below_ms=below_ms, near_ms=near_ms, most=most)
 
-    found = variants.fastest(family, played, below_ms, chunks=chunks, alike=True, paired=paired)
+    found = variants.fastest(family_named(family), played, below_ms)
     return found[1] if found else []
 
 

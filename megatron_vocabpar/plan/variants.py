@@ -20,13 +20,14 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choice import STOCK, Choice, Request
 from megatron_vocabpar.plan.hardware import Hardware
 from megatron_vocabpar.plan.job import Job, can_pair, in_whole_layers
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import peak_gib_with
 from megatron_vocabpar.plan.stage_memory import GIB, RESERVED, Held, stage_memory
 from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
+from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_1, Method, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
@@ -37,7 +38,7 @@ _RECOMPUTE = (("none", 1.0), ("selective", 1.0), *(("full", eighths / 8) for eig
 """(What is recomputed, the share of layers for which a full recomputation holds)."""
 _CLEARLY_MORE = 1.02  # over the limit: another variant may hold a little less
 _LEAST_HELD = {
-    "1f1b": 0.9, "zb-h1": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, "stock": 0.5
+    "1f1b": 0.9, "zb-h1": 0.9, "v-min": 0.33, "v-half": 0.5, "v-zb": 0.8, "dualpipev": 0.9, STOCK: 0.5
 }  # fmt: skip
 """The least microbatches that a schedule holds, over the ranks; without that room it is not played."""
 
@@ -143,36 +144,31 @@ class Variants:
 
     def fastest(
         self,
-        family: str,
+        family: Family | None,
         play: Callable[[Request, float], list[Choice]],
         below_ms: float,
-        *,
-        chunks: int,
-        alike: bool,
-        paired: bool = False,
     ) -> tuple[Job, list[Choice]] | None:
         """The variant in which something fits in the least time, and what fits there; None if nothing does.
 
-        If a variant's schedules are ``alike``, the first in which any fits is the fastest; else the first
+        Of our schedules the first variant in which any fits is the fastest; of Megatron's layouts the first
         whose bound is not below the fastest ends the search. A variant is not played if nothing that did not
-        fit would fit in it with as many microbatches.
+        fit would fit in it with as many microbatches. Megatron refuses pairs of F and B beside a full
+        recomputation.
 
         Args:
-            family: the schedules' family, or "stock": it says how much they hold at least.
+            family: the family of our schedules; None: Megatron's own.
             play: the choices of a request, without those that take at least the ms of the second argument.
             below_ms: what the fastest must take less than.
-            chunks: see ``by_bounds``.
-            paired: F and B run together, which Megatron refuses beside a full recomputation.
         """
         limit_gib = self.question.limit_gib
         needed_gib, too_large, best = 0.0, list[Choice](), None
-        for bound, variant in self.by_bounds(chunks):
+        for bound, variant in self.by_bounds(family.chunks if family else 0):
             if bound >= below_ms:
                 break
-            if paired and not can_pair(self.question.model, variant):
+            if family and family.pairs and not can_pair(self.question.model, variant):
                 continue
-            least = variant if alike else replace(variant, recomputed=1.0)  # in whole layers, it may be all
-            if not self._may_fit(least, _LEAST_HELD[family] * variant.p):
+            least = variant if family else replace(variant, recomputed=1.0)  # in whole layers, it may be all
+            if not self._may_fit(least, _LEAST_HELD[family.name if family else STOCK] * variant.p):
                 needed_gib = needed_gib or limit_gib
                 continue
             if too_large and all(
@@ -182,7 +178,7 @@ class Variants:
             request = Request(self.question.model, variant, self.question.hardware, limit_gib)
             choices = [choice for choice in play(request, below_ms) if not choice.problem]
             fitting = [replace(choice, needed_gib=needed_gib) for choice in choices if choice.fits]
-            if alike and (fitting or not choices):
+            if family and (fitting or not choices):
                 return (variant, fitting) if fitting else None
             if fitting and min(choice.iteration_ms for choice in fitting) < below_ms:
                 best, below_ms = (variant, fitting), min(choice.iteration_ms for choice in fitting)
