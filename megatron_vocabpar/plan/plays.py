@@ -86,19 +86,16 @@ def played(
         least_ms = priced_ms(request, least_ms, layers_share, busy) + tail_ms
     if least_ms >= below_ms:
         return _left_out(request, method, family, layers, least_ms)
-    too_late_ms = inf
-    if near_ms is not None:
-        work_ms = job.m * sum(further_ms) / job.p
-        limit_ms = _length_ms(request, layers_share, work_ms, max(below_ms, near_ms) - tail_ms)
-        too_late_ms = limit_ms - (job.m - m) * max(further_ms)
-    quick = problem.quick(_PASSES, too_late_ms)
+    limit_ms = inf if near_ms is None else max(below_ms, near_ms)
+    too_long_ms = _length_ms(request, layers_share, job.m * sum(further_ms) / job.p, limit_ms - tail_ms)
+    quick = problem.quick(_PASSES, too_long_ms - (job.m - m) * max(further_ms))
     if quick is None:
-        return _left_out(request, method, family, layers, max(below_ms, near_ms or 0.0))
+        return _left_out(request, method, family, layers, limit_ms)
     schedule, end_ms = quick
     length_ms, idle = _extended(problem, schedule, end_ms, job.m - m)
     use = Use(1.0 - idle)
     alone_ms = priced_ms(request, length_ms, layers_share, use)  # as if no collective were beside layers
-    if near_ms is not None and alone_ms + tail_ms >= max(below_ms, near_ms):
+    if alone_ms + tail_ms >= limit_ms:
         return _left_out(request, method, family, layers, alone_ms + tail_ms)
     choice = replace(_choice(request, schedule, family, layers, alone_ms, use), layers_share=layers_share)
     if not method.vocabulary_parallel or not (near_ms is None or choice.fits):

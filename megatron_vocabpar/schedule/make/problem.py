@@ -94,11 +94,13 @@ class Problem:
     def quick(self, budget: int, below_ms: float = inf) -> tuple[Schedule, float] | None:
         """A schedule, and the ms that its passes take if communication never queues.
 
-        None if that is ``below_ms`` or more, which most often shows long before all passes are played.
+        None if that is ``below_ms`` or more, which most often shows long before all passes are played. A
+        candidate that would get stuck may be too late before that, and then counts as played.
         """
         if self.is_stock:
             schedule = self._stock()
-            return schedule, max(run_passes(schedule, self.times).ends)
+            end_ms = max(run_passes(schedule, self.times).ends)
+            return (schedule, end_ms) if end_ms < below_ms else None
         fastest = self.played(budget, below_ms)
         return (self.schedule(fastest), fastest.end) if fastest else None
 
@@ -178,13 +180,15 @@ class Problem:
         them. So of more trials nothing is left out that fewer would have found.
         """
         promising, least_ms = list[Candidate](), inf
-        further_ms = (self.shape.m - m) * max(self.further_ms(self.pairs))  # at least, behind the trial
+        busiest_ms, further = max(self.further_ms(self.pairs)), self.shape.m - m
         for position, candidate in enumerate(choices):
+            limit_ms = inf if position < likeliest else least_ms - further * busiest_ms
             try:
-                trial = self._try(candidate, m, least_ms - further_ms if position >= likeliest else inf)
+                trial = self._try(candidate, m, limit_ms)
             except (Stuck, TooLate):
                 continue
-            promised_ms = self._extrapolated(trial, m)
+            # W may wait for the end, but not for ever: the busiest rank has its work to do.
+            promised_ms = trial.end + further * max(self._steady_ms(trial, m), busiest_ms)
             if position < likeliest or promised_ms < least_ms:
                 promising.append(candidate)
                 least_ms = min(least_ms, promised_ms)
@@ -210,14 +214,8 @@ class Problem:
         play = arrange_in_pairs if candidate.rules.hidden else arrange
         return play(self.graph, m, candidate.block, candidate.rules, below_ms)
 
-    def _extrapolated(self, played: Arrangement, m: int) -> float:
-        """The end of all microbatches if the steady state continues as in the middle third of the trial.
-
-        A microbatch more takes at least the busiest rank's work: W may wait for the end, but not for ever.
-        """
-        if m < 3:
-            return played.end
+    def _steady_ms(self, trial: Arrangement, m: int) -> float:
+        """What a microbatch takes in the middle third of a trial of ``m``."""
         first = self.graph.of_type(PassType.B)[0] * m
         early, late = m // 3, 2 * m // 3
-        steady = (played.ends[first + late] - played.ends[first + early]) / (late - early)
-        return played.end + max(steady, *self.further_ms(self.pairs)) * (self.shape.m - m)
+        return (trial.ends[first + late] - trial.ends[first + early]) / (late - early)
