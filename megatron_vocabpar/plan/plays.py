@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, chain, islice
 from math import fsum, inf
 from statistics import fmean
 
@@ -340,13 +340,11 @@ def stock_choice(request: Request, layout: StockLayout) -> Choice:
     if not choice.fits:
         return choice
     times = _stock_times(choice)
-    further = _further_stock_ms(placement, times, pairs=layout.overlaps)
-    work_ms = [job.m * ms for ms in further]
+    work_ms = [job.m * ms for ms in _further_stock_ms(placement, times, pairs=False)]
     if layout.overlaps:
-        work_ms = [ms + _alone_ms(placement, times, job.m, rank) for rank, ms in enumerate(work_ms)]
+        work_ms = [ms - _most_hidden_ms(placement, times, job.m, rank) for rank, ms in enumerate(work_ms)]
     least_ms = max(way_ms + ms for way_ms, ms in zip(_ways_ms(placement, times), work_ms, strict=True))
-    share = _stock_layers_share(choice, job.m * sum(further))
-    use = Use(job.m * sum(further) / job.p / least_ms)
+    share, use = _stock_layers_share(choice, sum(work_ms)), Use(sum(work_ms) / job.p / least_ms)
     return replace(choice, iteration_ms=priced_ms(request, least_ms, share, use) + after)
 
 
@@ -414,11 +412,13 @@ def _further_stock_ms(placement: Placement, times: PassTimes, *, pairs: bool) ->
     return work
 
 
-def _alone_ms(placement: Placement, times: PassTimes, m: int, rank: int) -> float:
-    """What the F of a rank's warm-up would hide at least, if they did not run alone."""
-    stages = placement.stages_of(rank)
-    alone = warm_up_length(placement.p, m, placement.chunks, True, rank)
-    return alone * min(times.hidden[pair] for pair in product(stages, stages))
+def _most_hidden_ms(placement: Placement, times: PassTimes, m: int, rank: int) -> float:
+    """What a rank's pairs hide at most: each F behind the warm-up what it hides beside B of its own chunk."""
+    p, hidden = placement.p, [times.hidden[stage, stage] for stage in placement.stages_of(rank)]
+    alone = warm_up_length(p, m, placement.chunks, True, rank)
+    # The first F run in turns of p microbatches of a chunk.
+    alone_ms = sum(min(p, alone - first) * hidden[first // p % len(hidden)] for first in range(0, alone, p))
+    return m * sum(hidden) - alone_ms
 
 
 def _ways_ms(placement: Placement, times: PassTimes) -> Iterator[float]:

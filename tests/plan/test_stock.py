@@ -86,6 +86,19 @@ def test_bounds_are_below_what_is_played(name: str, job: Job) -> None:
         assert "takes at least" in play_stock(choice, below_ms=choice.iteration_ms).problem
 
 
+@pytest.mark.parametrize("m", [4, 32])
+def test_bounds_of_pairs_hold_where_chunks_are_unlike(m: int) -> None:
+    """F and B of one chunk hide more than those of a longer and a shorter one."""
+    model = replace(model_preset("deepseek-v3"), layers=18)
+    request = Request(model, Job(p=4, d=8, e=8, m=m), H100, 1e6)
+    overlap = OVERLAP[:1]
+    for layers in ((3, 2, 2, 3, 2, 2, 2, 2), (2, 2, 2, 2, 2, 2, 2, 4), (3, 2, 2, 2, 2, 2, 2, 3)):
+        choice = stock_choice(request, StockLayout("uneven", 2, layers, overlap, True))
+        assert choice.iteration_ms <= 1.0001 * min(
+            play_stock(choice, quick=quick).iteration_ms for quick in (False, True)
+        )
+
+
 def test_every_number_of_chunks_that_fills_the_stages_is_tried() -> None:
     request = Request(model_preset("llama-3.1-405b"), Job(p=9, m=18), hardware_named("H200"), 140.0)
     assert {one.chunks for one in layouts_of(request)} == set(range(1, 15))
