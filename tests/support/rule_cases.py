@@ -409,8 +409,12 @@ WAITS: tuple[tuple[str, dict[str, Any], str], ...] = (
         | {"pipeline_model_parallel_layout": "E|t|tt|t|t|t|tt|mL", "moe_layer_freq": [1] * 7 + [0]},
         "rank 0 has no layer with experts",
     ),
+    ("1f1b", {"hybrid_layer_pattern": "*E|*-|*E|*E"}, "ever, stock's too; give each rank an E in"),
+    ("v-half", LOCAL | {"hybrid_layer_pattern": "*|-|*|E|E|*|-|E/*"}, "rank 1 has no layer with experts"),
 )
 FITS_EARLY: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("1f1b", {"hybrid_layer_pattern": "*E|*E|M-|*-/*E", "output_logit_dtype": None}),
+    ("1f1b", {"hybrid_layer_pattern": "*E|*E|ME|*-/*E"}),
     ("1f1b", EARLY),
     ("1f1b", EARLY | {"moe_layer_freq": 2}),
     ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1], "use_mup": False}),

@@ -173,6 +173,20 @@ def _rank_without_experts(facts: Facts) -> str:
     return next((str(rank) for rank in range(facts.p) if rank not in having), "") if having else ""
 
 
+def _rank_without_expert_symbol(facts: Facts) -> str:
+    """The first rank without an ``E`` in a pattern with some, where Megatron then waits for ever.
+
+    Versions up to 0.19 exchange what experts log in tensors as long as all layers on ranks with experts, and
+    as long as all ``E`` on the others.
+    """
+    stages = facts.pattern.split("|")
+    if facts.since_0_20 or "E" not in facts.pattern or facts.p == 1 or len(stages) % facts.p:
+        return ""
+    placement = Placement(facts.p, len(stages) // facts.p, "vshape" if facts.in_v else "standard")
+    having = {placement.rank_of(stage) for stage, symbols in enumerate(stages) if "E" in symbols}
+    return next((str(rank) for rank in range(facts.p) if rank not in having), "")
+
+
 _HETEROGENEOUS = "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
 
 CHUNKS = (
@@ -227,6 +241,10 @@ LINES = (
         lambda _, found: f"rank {found} has no layer with experts, and Megatron's first log then waits for "
         "ever, stock's too",
         "give each rank one with --pipeline-model-parallel-layout, or use 0.17 or later", UNTESTED),
+    Rule("--hybrid-layer-pattern with experts, with Megatron up to 0.19", _rank_without_expert_symbol,
+        lambda _, found: f"rank {found} has no layer with experts, and Megatron's first log then waits for "
+        "ever, stock's too",
+        "give each rank an E in --hybrid-layer-pattern, or use Megatron's main", UNTESTED),
 )  # fmt: skip
 """Of launch lines alone: configurations of Bridge have a layout and its number of chunks, and Bridge logs."""
 

@@ -152,6 +152,11 @@ class Settings:
         return self.has("mtp_detach_heads")
 
     @property
+    def since_0_20(self) -> bool:
+        """Whether Megatron is later than 0.19."""
+        return self.has("output_logit_dtype")
+
+    @property
     def graphs_by_megatron(self) -> bool:
         """Whether Megatron captures single layers: ``--cuda-graph-impl local`` or ``--enable-cuda-graph``."""
         return self.cuda_graph_impl == "local" or self.enable_cuda_graph
