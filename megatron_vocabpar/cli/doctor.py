@@ -46,7 +46,8 @@ _LINE = "import megatron_vocabpar.adaptor"
 def doctor_command(gpu: bool, megatron: Path | None, output_format: str, time_limits: float | None) -> None:
     """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
-    With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU.
+    With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU. With a checkout: 0
+    where it is ready, 1 where libraries are missing.
     """
     folder = importable(sys.path)
     if (gpu and megatron) or not (gpu or megatron or folder):
@@ -58,10 +59,12 @@ def doctor_command(gpu: bool, megatron: Path | None, output_format: str, time_li
     if gpu:
         _check_gpus(output_format, time_limits or 1.0)
     else:
-        _look_at(megatron or folder[0])
+        is_ready = _look_at(megatron or folder[0])
         several = list(dict.fromkeys([*([megatron.resolve()] if megatron else []), *folder]))
         if len(several) > 1:
             click.echo(_several(several))
+        if not is_ready:
+            raise click.exceptions.Exit(1)
 
 
 def _check_gpus(output_format: str, time_limits: float) -> None:
@@ -88,19 +91,22 @@ def _check_gpus(output_format: str, time_limits: float) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _look_at(megatron: Path) -> None:
+def _look_at(megatron: Path) -> bool:
+    """Print what would be replaced; whether no library is missing."""
     if not holds_core(megatron):
         raise ValueError(f"{megatron} holds no megatron/core; give the path of a Megatron-LM checkout")
     version, unread = recognised(megatron)
     warned = f", with a warning of {unread}" if unread else ""
     script = training_script(megatron).removesuffix(".py")
-    ready = f"not ready: {needed}" if (needed := remedy(megatron, script)) else f"ready{warned}"
+    needed = remedy(megatron, script)
+    ready = f"not ready: {needed}" if needed else f"ready{warned}"
     click.echo(f"{megatron}: Megatron core {version}, by its signatures; {ready}")
     for binding in BINDINGS:
         if source_file(megatron, binding.module) is not None and binding.is_in(version):
             click.echo("\n".join(_lines(megatron, binding)))
     click.echo(te_line(installed_te(), *te_named_by(megatron)))
     click.echo(_door(megatron))
+    return not needed
 
 
 def _several(folders: list[Path]) -> str:

@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def missing_libraries(checkout: Path, script: str = "pretrain_gpt") -> dict[str,
         path = source_file(checkout, module)
         for name in _imported(path, module) if path is not None else ():
             if source_file(checkout, name) is not None:
-                left += [name] if name not in reached else []
-                reached.add(name)
+                packages = accumulate(name.split("."), lambda package, part: f"{package}.{part}")
+                further = set(packages) - reached  # a package's own file runs before its modules
+                left += sorted(further)
+                reached |= further
             else:
                 needed.setdefault(name.partition(".")[0], module)
     return {name: by for name, by in sorted(needed.items()) if not _is_found(name, checkout)}

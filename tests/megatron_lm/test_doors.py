@@ -470,6 +470,20 @@ def test_doctor_notices_two_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert f"  {installed}\n" in result.output
 
 
+@pytest.mark.parametrize(
+    ("script", "state", "code"), [("import json", "; ready", 0), ("import no_library", "; not ready: ", 1)]
+)
+def test_doctor_ends_with_1_where_a_library_is_missing(
+    tmp_path: Path, script: str, state: str, code: int
+) -> None:
+    (installed,) = importable(sys.path)
+    (tmp_path / "megatron").symlink_to(installed / "megatron")
+    (tmp_path / "pretrain_gpt.py").write_text(script)
+    result = CliRunner().invoke(doctor_command, ["--megatron", str(tmp_path)])
+    assert state in result.output.splitlines()[0]
+    assert result.exit_code == code
+
+
 def test_doctor_names_version_and_every_replaced_name() -> None:
     result = CliRunner().invoke(doctor_command, ["--megatron", str(checkout())])
     assert result.exit_code == 0, result.output

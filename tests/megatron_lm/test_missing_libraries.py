@@ -16,6 +16,7 @@ FILES = {
     "megatron/core/__init__.py": "",
     "megatron/core/first.py": "from . import second\nfrom ..other import third\n",
     "megatron/core/second.py": "try:\n    import no_library_c\nexcept ImportError:\n    pass\n",
+    "megatron/other/__init__.py": "import no_library_f\n",
     "megatron/other/third.py": "from no_library_d.part import name\nimport megatron.core.first\n",
     "megatron/other/unused.py": "import no_library_e\n",
 }
@@ -25,14 +26,20 @@ def test_what_a_script_needs_is_followed_through_its_files(tmp_path: Path) -> No
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    missing = {"no_library_a": "builders", "no_library_d": "megatron.other.third"}
+    missing = {
+        "no_library_a": "builders",
+        "no_library_d": "megatron.other.third",
+        "no_library_f": "megatron.other",  # a package's own file runs before its modules
+    }
     assert missing_libraries(tmp_path) == missing
     assert remedy(tmp_path) == (
         "pretrain_gpt.py needs no_library_a (imported by builders), no_library_d (imported by "
-        "megatron.other.third); run: pip install no_library_a no_library_d"
+        "megatron.other.third), no_library_f (imported by megatron.other); run: pip install "
+        "no_library_a no_library_d no_library_f"
     )
     (tmp_path / "builders.py").write_text("")
     (tmp_path / "megatron/other/third.py").write_text("")
+    (tmp_path / "megatron/other/__init__.py").write_text("")
     assert remedy(tmp_path) == ""
 
 
