@@ -13,7 +13,7 @@ neither half of the way through the stages takes longer than the other.
 Megatron's flags that count layers evenly, or by hand, as in ``Et|ttt|ttt|tL`` or with bars in a pattern. By
 hand the longest stage is as short as can be; the time of the vocabulary layers counts.
 
-Next: ``plays.py``.
+Next: ``orders.py``.
 """
 
 from __future__ import annotations

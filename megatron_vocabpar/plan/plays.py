@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from math import fsum, inf
 from statistics import fmean
 
@@ -29,29 +29,28 @@ from megatron_vocabpar.plan.choice import (
 )
 from megatron_vocabpar.plan.job import Job, in_whole_layers
 from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of, move_bars
+from megatron_vocabpar.plan.orders import StockOrder, layers_share_of, order_of, plan_request, stock_order
 from megatron_vocabpar.plan.price import Use, allowed_ms, fewest_channels
 from megatron_vocabpar.plan.stage_memory import GIB, Bytes, Held, held_by_stages, parameters_of, stage_memory
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
-from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.make.stock import stock_schedule, warm_up_length
-from megatron_vocabpar.schedule.play.events import run_events, run_passes
+from megatron_vocabpar.schedule.play.events import run_events
 from megatron_vocabpar.schedule.play.launches import launch_late, launch_when_ready
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.play.residence import busy_share
 from megatron_vocabpar.schedule.simulate import Simulation
-from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.times.redistribution import moves
 from megatron_vocabpar.schedule.words.methods import BASELINE, Method, method_named
-from megatron_vocabpar.schedule.words.passes import LAYERS, CommType, PassType
+from megatron_vocabpar.schedule.words.passes import CommType, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Schedule
 
 _CLEARLY = 1.005  # over the best: launches and prices change a schedule's time by less
 _WORTH = 0.998  # of the fastest so far: what a layout with more chunks must promise to be played
-_PASSES = 3_000  # passes that the choice of a candidate may play
 _PLAYS = 300  # of a pattern's placements
 
 
@@ -76,19 +75,19 @@ def played(
         request = replace(request, job=job)
     m = min(job.m, microbatches or request.trial_microbatches)
     costs = costs_of(request, layers)
-    problem = _problem(request, method, family, costs, m)
-    further_ms, layers_share = problem.further_ms(problem.pairs), _layers_share(problem)
+    order = order_of(plan_request(request, method, family, costs, m))
+    problem, further_ms, layers_share = order.problem, order.further_ms, order.layers_share
     tail_ms = _tail_ms(request, method, family, layers)
     least_ms = job.m * max(further_ms) + tail_ms  # most often this suffices, and it is quick
     if least_ms < below_ms:
-        least_ms = problem.bound_ms() + (job.m - m) * max(further_ms)
+        least_ms = order.bound_ms + (job.m - m) * max(further_ms)
         busy = Use(job.m * sum(further_ms) / job.p / least_ms)
         least_ms = priced_ms(request, least_ms, layers_share, busy) + tail_ms
     if least_ms >= below_ms:
         return _left_out(request, method, family, layers, least_ms)
     limit_ms = inf if near_ms is None else max(below_ms, near_ms)
     too_long_ms = _length_ms(request, layers_share, job.m * sum(further_ms) / job.p, limit_ms - tail_ms)
-    quick = problem.quick(_PASSES, too_long_ms - (job.m - m) * max(further_ms))
+    quick = order.quick(too_long_ms - (job.m - m) * max(further_ms))
     if quick is None:
         return _left_out(request, method, family, layers, limit_ms)
     schedule, end_ms = quick
@@ -105,23 +104,10 @@ def played(
     return replace(choice, iteration_ms=priced_ms(request, length_ms, layers_share, use) + tail_ms, use=use)
 
 
-def _problem(request: Request, method: str | Method, family: Family, costs: PassCosts, m: int) -> Problem:
-    """The order of passes to find for ``m`` microbatches."""
-    p, most = request.job.p, request.max_activations
-    return Problem.of(PlanRequest(method=method, p=p, m=m, family=family, costs=costs, max_activations=most))
-
-
 def _left_out(
     request: Request, method: Method, family: Family, layers: tuple[int, ...], least_ms: float
 ) -> Choice:
     return Choice(request, method.name, family.name, layers, problem=f"takes at least {least_ms:.0f} ms")
-
-
-def _layers_share(problem: Problem) -> float:
-    """The share of passes' time that layers take."""
-    graph = problem.graph
-    of_layers = sum(graph.duration[node] for type_ in LAYERS for node in graph.of_type(type_))
-    return of_layers / sum(graph.duration.values())
 
 
 def _extended(problem: Problem, schedule: Schedule, end_ms: float, further: int) -> tuple[float, float]:
@@ -155,13 +141,13 @@ def play_in_full(choice: Choice, below_ms: float = inf) -> Choice:
         return play_stock_in_full(choice)
     request, family = choice.request, family_named(choice.family)
     costs = costs_of(request, choice.layers)
-    problem = _problem(request, choice.method, family, costs, request.job.m)
+    problem = Problem.of(plan_request(request, choice.method, family, costs, request.job.m))
     schedule = problem.best(TRIAL_PASSES)
     program, late = lower(schedule, costs), NONE_LATE
     if below_ms < inf:
         events = run_events(schedule, problem.times, program)
         use, length_ms = Use(fmean(busy_share(events))), max(events.ends)
-        alone_ms = priced_ms(request, length_ms, _layers_share(problem), use)
+        alone_ms = priced_ms(request, length_ms, layers_share_of(problem), use)
         done = _choice(request, schedule, family, choice.layers, alone_ms, use)
         if done.iteration_ms > _CLEARLY * below_ms:
             longer = max(choice, done, key=lambda play: play.iteration_ms)
@@ -176,7 +162,8 @@ def play_in_full(choice: Choice, below_ms: float = inf) -> Choice:
     times = PassTimes.of(costs_of(request, choice.layers, request.factor(use)), schedule)
     length_ms = Simulation(schedule, run_events(schedule, times, program, late)).iteration_ms
     done = replace(
-        _choice(request, schedule, family, choice.layers, length_ms, use), layers_share=_layers_share(problem)
+        _choice(request, schedule, family, choice.layers, length_ms, use),
+        layers_share=layers_share_of(problem),
     )
     return replace(done, is_full=True, exact=True, channels=channels, needed_gib=choice.needed_gib)
 
@@ -339,8 +326,8 @@ def stock_choice(request: Request, layout: StockLayout) -> Choice:
     )
     if not choice.fits:
         return choice
-    times = _stock_times(choice)
-    work_ms = [job.m * ms for ms in _further_stock_ms(placement, times, pairs=False)]
+    stock = _stock_order(choice)
+    times, work_ms = stock.times, [job.m * ms for ms in stock.work_ms(pairs=False)]
     if layout.overlaps:
         work_ms = [ms - _most_hidden_ms(placement, times, job.m, rank) for rank, ms in enumerate(work_ms)]
     least_ms = max(way_ms + ms for way_ms, ms in zip(_ways_ms(placement, times), work_ms, strict=True))
@@ -355,13 +342,11 @@ def play_stock(choice: Choice, *, quick: bool = False, below_ms: float = inf) ->
     """
     if below_ms <= choice.iteration_ms < inf:
         return replace(choice, problem=f"takes at least {choice.iteration_ms:.0f} ms")
-    request, job, times = choice.request, choice.request.job, _stock_times(choice)
+    request, job, order = choice.request, choice.request.job, _stock_order(choice)
     m = _quick_microbatches(request) if quick else job.m
-    chunks = len(choice.layers) // job.p
-    schedule = stock_schedule(job.p, m, chunks, choice.pairs)
-    further = _further_stock_ms(schedule.placement, times, pairs=choice.pairs)
-    length_ms = max(run_passes(schedule, times).ends) + (job.m - m) * max(further)
-    work_ms = sum(map(times.of_instruction, chain.from_iterable(schedule.rows))) + (job.m - m) * sum(further)
+    played_ms, played_work_ms = order.played(m)
+    length_ms = played_ms + (job.m - m) * max(order.further_ms)
+    work_ms = played_work_ms + (job.m - m) * sum(order.further_ms)
     share, use = _stock_layers_share(choice, work_ms), Use(work_ms / job.p / length_ms)
     return replace(
         choice,
@@ -380,12 +365,10 @@ def _quick_microbatches(request: Request) -> int:
     return min(request.job.m, -(-request.trial_microbatches // p) * p)
 
 
-def _stock_times(choice: Choice) -> PassTimes:
-    """The times of Megatron's own passes, whose B has the weight gradient."""
-    job = choice.request.job
-    placement = Placement(job.p, len(choice.layers) // job.p, "standard")
-    frame = Schedule(method_named(BASELINE), placement, job.m)
-    return PassTimes.of(costs_of(choice.request, choice.layers), frame, splits_w=False, pairs=choice.pairs)
+def _stock_order(choice: Choice) -> StockOrder:
+    p = choice.request.job.p
+    placement = Placement(p, len(choice.layers) // p, "standard")
+    return stock_order(placement, costs_of(choice.request, choice.layers), choice.pairs)
 
 
 def _stock_layers_share(choice: Choice, work_ms: float) -> float:
@@ -399,17 +382,6 @@ def _stock_layers_share(choice: Choice, work_ms: float) -> float:
 def _peaks(p: int, m: int, chunks: int, overlaps: bool, weights: tuple[int, ...]) -> tuple[float, ...]:
     """``peak_activations`` of Megatron's order; kept, as most layouts of a search do not fit."""
     return peak_activations(stock_schedule(p, m, chunks, overlaps), weights)
-
-
-def _further_stock_ms(placement: Placement, times: PassTimes, *, pairs: bool) -> list[float]:
-    """Each rank's work for one more microbatch, whose F all run together with a B if ``pairs``."""
-    work = []
-    for rank in range(placement.p):
-        stages = placement.stages_of(rank)
-        alone = sum(times.passes[type_][stage] for type_ in (PassType.F, PassType.B) for stage in stages)
-        paired = zip(stages, reversed(stages), strict=True) if pairs else ()
-        work.append(alone - sum(times.hidden[stages_of_pair] for stages_of_pair in paired))
-    return work
 
 
 def _most_hidden_ms(placement: Placement, times: PassTimes, m: int, rank: int) -> float:

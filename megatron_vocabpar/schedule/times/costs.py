@@ -110,6 +110,9 @@ class PassCosts:
 
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
+    def __hash__(self) -> int:
+        return hash((self.F_ms, self.B_ms, self.W_ms, self.hidden_ms, self.p2p_ms, self.layers_per_stage))
+
     def with_layers(self, factor: float) -> PassCosts:
         """These costs with F, B and W of layers (of stages, in ``stage_ms``) ``factor`` times as long."""
         if factor == 1.0:

@@ -1,0 +1,111 @@
+"""The orders of passes that quick plays find, kept for requests in which passes take equally long.
+
+Neither an optimizer on the host nor 16-bit moments change what a pass takes, nor do experts over four instead
+of eight GPUs of a node. Jobs that differ in these alone share the bound and the order, which are found once.
+
+Next: ``plays.py``.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from itertools import chain
+from math import inf
+
+from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.schedule.make.families import Family
+from megatron_vocabpar.schedule.make.problem import Problem
+from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.make.stock import stock_schedule
+from megatron_vocabpar.schedule.play.events import run_passes
+from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
+from megatron_vocabpar.schedule.words.methods import BASELINE, Method, method_named
+from megatron_vocabpar.schedule.words.passes import LAYERS, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
+
+_PASSES = 3_000  # passes that the choice of a candidate may play
+_KEPT = 256  # orders, the last that were asked for; some 40 MB
+_KEPT_STOCK = 4096
+
+
+class Order:
+    """A problem of ours, and the order of its passes as far as it is known."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.further_ms = problem.further_ms(problem.pairs)
+        self.layers_share = layers_share_of(problem)
+        self._below_ms = -inf
+        self._found: tuple[Schedule, float] | None = None
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """The time that no order under the caps can undercut."""
+        return self.problem.bound_ms()
+
+    def quick(self, below_ms: float) -> tuple[Schedule, float] | None:
+        """``Problem.quick``; an order that is found is the fastest whatever the limit was."""
+        if self._found is None and below_ms > self._below_ms:
+            self._below_ms, self._found = below_ms, self.problem.quick(_PASSES, below_ms)
+        return self._found if self._found and self._found[1] < below_ms else None
+
+
+class StockOrder:
+    """Megatron's own order of passes, with their times; B has the weight gradient.
+
+    Attributes:
+        further_ms: of each rank, the work for one more microbatch, with all F in pairs if there are any.
+    """
+
+    def __init__(self, placement: Placement, costs: PassCosts, pairs: bool) -> None:
+        frame = Schedule(method_named(BASELINE), placement, 1)
+        self.placement, self.pairs = placement, pairs
+        self.times = PassTimes.of(costs, frame, splits_w=False, pairs=pairs)
+        self.further_ms = self.work_ms(pairs)
+        self._played: dict[int, tuple[float, float]] = {}
+
+    def work_ms(self, pairs: bool) -> list[float]:
+        """Each rank's work for one more microbatch, whose F all run together with a B if ``pairs``."""
+        work, times = list[float](), self.times
+        for rank in range(self.placement.p):
+            stages = self.placement.stages_of(rank)
+            alone = sum(times.passes[type_][stage] for type_ in (PassType.F, PassType.B) for stage in stages)
+            paired = zip(stages, reversed(stages), strict=True) if pairs else ()
+            work.append(alone - sum(times.hidden[stages_of_pair] for stages_of_pair in paired))
+        return work
+
+    def played(self, m: int) -> tuple[float, float]:
+        """The ms that ``m`` microbatches take, and the work of all ranks in ms."""
+        if m not in self._played:
+            schedule = stock_schedule(self.placement.p, m, self.placement.chunks, self.pairs)
+            work_ms = sum(map(self.times.of_instruction, chain.from_iterable(schedule.rows)))
+            self._played[m] = max(run_passes(schedule, self.times).ends), work_ms
+        return self._played[m]
+
+
+@lru_cache(_KEPT)
+def order_of(request: PlanRequest) -> Order:
+    """The order of one of our methods in one family."""
+    return Order(Problem.of(request))
+
+
+@lru_cache(_KEPT_STOCK)
+def stock_order(placement: Placement, costs: PassCosts, pairs: bool) -> StockOrder:
+    """The order of Megatron's own passes."""
+    return StockOrder(placement, costs, pairs)
+
+
+def plan_request(
+    request: Request, method: str | Method, family: Family, costs: PassCosts, m: int
+) -> PlanRequest:
+    """The request for the order of ``m`` microbatches."""
+    p, most = request.job.p, request.max_activations
+    return PlanRequest(method=method, p=p, m=m, family=family, costs=costs, max_activations=most)
+
+
+def layers_share_of(problem: Problem) -> float:
+    """The share of passes' time that layers take."""
+    graph = problem.graph
+    of_layers = sum(graph.duration[node] for type_ in LAYERS for node in graph.of_type(type_))
+    return of_layers / sum(graph.duration.values())
