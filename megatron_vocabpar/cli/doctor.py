@@ -46,8 +46,8 @@ _LINE = "import megatron_vocabpar.adaptor"
 def doctor_command(gpu: bool, megatron: Path | None, output_format: str, time_limits: float | None) -> None:
     """Check this machine's GPUs, or say what --enable-vocab-parallel would replace in Megatron.
 
-    With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU. With a checkout: 0
-    where it is ready, 1 where libraries are missing.
+    With --gpu: exit code 0 where no check failed, 1 where one did, 2 where there is no GPU. With a checkout:
+    0 where it is ready, 1 where libraries are missing.
     """
     folder = importable(sys.path)
     if (gpu and megatron) or not (gpu or megatron or folder):

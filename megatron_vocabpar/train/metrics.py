@@ -1,9 +1,9 @@
 """``metrics.jsonl``, with one line of JSON per step, and the progress line of a run.
 
 A line holds ``step`` (counted from 1), ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``, ``iteration_ms``,
-``peak_memory_mib`` (a list by stage, less the memory that the process held before its model was built), and
-``eval_loss`` where an evaluation followed the step. A terminal shows one line that changes; a file or a pipe
-gets a plain line every five seconds. Next: ``report.py``, which reads the file.
+``peak_memory_mib`` (a list by pipeline rank, less the memory that the process held before its model was
+built), and ``eval_loss`` where an evaluation followed the step. A terminal shows one line that changes; a
+file or a pipe gets a plain line every five seconds. Next: ``report.py``, which reads the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of a results folder, drawn straight into files: loss curves over each other, memory by stage."""
+"""Pictures of a results folder, drawn straight into files: loss curves over each other, memory by rank."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def plot_losses(
 
 
 def plot_memory(path: Path, peaks: Mapping[str, Sequence[float]]) -> None:
-    """Draw ``peaks`` (MiB by stage, of each method) as bars into a PNG."""
+    """Draw ``peaks`` (MiB by pipeline rank, of each method) as bars into a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     panel: Any = figure.subplots()
     wide = 0.8 / len(peaks)
     for number, (name, mib) in enumerate(peaks.items()):
-        x = [stage + (number - (len(peaks) - 1) / 2) * wide for stage in range(len(mib))]
+        x = [rank + (number - (len(peaks) - 1) / 2) * wide for rank in range(len(mib))]
         bars = panel.bar(x, mib, wide, color=COLOURS.get(name, OTHER_COLOUR), label=name)
         panel.bar_label(bars, fmt="%.0f", fontsize=8 if len(x) * len(peaks) <= 16 else 5)
     panel.set_xticks(range(max(map(len, peaks.values()))))
-    panel.set_xlabel("stage")
+    panel.set_xlabel("pipeline rank")
     panel.set_ylabel("peak, MiB")
     panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
     panel.grid(axis="y", alpha=0.3)

@@ -52,14 +52,14 @@ from megatron_vocabpar.train.tables import (
 
 _ON_CPU = (
     "On the CPU these are figures of whole processes: the memory beside the model (Python, gloo's buffers, "
-    "memory that the allocator keeps) differs little from stage to stage. The differences between stages "
+    "memory that the allocator keeps) differs little from rank to rank. The differences between ranks "
     "show how the vocabulary layers are spread. A GPU needs other amounts, and its speed cannot be told from "
     "that of a CPU."
 )
-_LOSSES = "Loss per token of each training step; circles are evaluations."
+_LOSSES = "Loss per token of each training step; circles are evaluations after that step's update."
 _MEMORY = (
-    "Memory: the largest peak of each stage's ranks in any step, less the memory that they held before the "
-    "model was built."
+    "Memory: the largest peak of each pipeline rank in any step, less what it held before the model was "
+    "built. In a V shape the first and the last stage are both on rank 0."
 )
 _SCHEDULES = (
     "One step of each method as planned, with assumed times, on one time axis: one row per rank, the number "

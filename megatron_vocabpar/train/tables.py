@@ -19,8 +19,8 @@ from megatron_vocabpar.train.metrics import memory_text
 
 _WIDTH = 110
 _NOTE = (
-    "Speeds and times are medians over the steps. Memory is the largest peak of each stage's ranks, less the "
-    "memory that they held before the model was built. Idle time is the ranks' mean share of a step: as "
+    "Speeds and times are medians over the steps. Memory is the largest peak of each pipeline rank, less "
+    "what it held before the model was built. Idle time is the ranks' mean share of a step: as "
     "planned / as measured in the last step."
 )
 _EMULATED = (
@@ -94,7 +94,7 @@ def as_text(table: TextTable) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MethodSummary:
-    """One row: a method's rates as medians over steps, and its largest peak of memory by stage.
+    """One row: a method's rates as medians over steps, and its largest peak of memory by pipeline rank.
 
     Idle times are shares of a step, means over ranks: as planned, and as measured in the last step.
     """
@@ -113,8 +113,8 @@ class MethodSummary:
 
 def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> MethodSummary:
     """One row from the lines of a method's ``metrics.jsonl``, at least one."""
-    stages = len(records[-1]["peak_memory_mib"])  # a resume may have changed it
-    peaks = zip(*(r["peak_memory_mib"] for r in records if len(r["peak_memory_mib"]) == stages), strict=True)
+    ranks = len(records[-1]["peak_memory_mib"])  # a resume may have changed it
+    peaks = zip(*(r["peak_memory_mib"] for r in records if len(r["peak_memory_mib"]) == ranks), strict=True)
     evaluations = loss_curve(records, "eval_loss")
     return MethodSummary(
         method=method,
@@ -130,7 +130,7 @@ def summarize(method: str, records: Sequence[Mapping[str, Any]]) -> MethodSummar
 
 def summary_table(summaries: Sequence[MethodSummary]) -> TextTable:
     """Speed, memory and loss of every method."""
-    headings = ["method", "tokens/s", "peak MiB by stage", "loss, last", "loss, first"]
+    headings = ["method", "tokens/s", "peak MiB by pipeline rank", "loss, last", "loss, first"]
     rows = [
         [
             row.method,
@@ -171,7 +171,7 @@ def headline(summaries: Sequence[MethodSummary], differences: Sequence[Differenc
         return f"{first.method}: loss {first.final_loss:.4f} after {first.steps} steps, {speed}"
     reference = next(row for row in summaries if row.method == difference.reference)
     speed = f"{first.tokens_per_s / reference.tokens_per_s:.2f} times the tokens/s of {reference.method}"
-    return f"{first.method}: {speed}, losses within {difference.relative:.1e} of its"
+    return f"{first.method}: {speed}, losses within {difference.relative:.1e} (relative) of its"
 
 
 def emulation_settings(record: Mapping[str, Any]) -> str:

@@ -197,9 +197,9 @@ def _mean_loss(reports: list[Any], device: torch.device) -> float:
 
 
 def _peak_memory_mib(device: torch.device, before_mib: float) -> list[float]:
-    """The largest peak of each stage's ranks in MiB, less ``before_mib``, held before the model was built."""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    peaks = torch.zeros(stages, dtype=torch.float64, device=device)
+    """The largest peak of each pipeline rank in MiB, less ``before_mib``, held before the model was built."""
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    peaks = torch.zeros(ranks, dtype=torch.float64, device=device)
     peaks[parallel_state.get_pipeline_model_parallel_rank()] = peak_memory_mib(device) - before_mib
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
     return [round(peak, 1) for peak in peaks.tolist()]

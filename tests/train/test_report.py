@@ -75,7 +75,7 @@ def test_headline() -> None:
     assert headline([run], []) == f"vocab-2: loss {run.final_loss:.4f} after 5 steps, 2,003 tokens/s"
     difference = Difference("vocab-2", "baseline", 5, 2e-6, 3, 4e-7, 3)
     compared = "vocab-2: 1.50 times the tokens/s of baseline"
-    assert headline([run, other], [difference]) == f"{compared}, losses within 4.0e-07 of its"
+    assert headline([run, other], [difference]) == f"{compared}, losses within 4.0e-07 (relative) of its"
 
 
 def test_summary() -> None:
