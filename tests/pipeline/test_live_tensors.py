@@ -20,10 +20,13 @@ from megatron_vocabpar.layers.terms import Distillation
 from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward
 from megatron_vocabpar.pipeline.microbatches import Microbatch, Microbatches
 from megatron_vocabpar.pipeline.options import VocabOptions
+from megatron_vocabpar.pipeline.split_w.products import _SplitLinear
+from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.comm import PointToPoint
 from megatron_vocabpar.schedule.make.generate import generate
 from tests.cases import rest_is_slow
 from tests.pipeline import gpt
+from tests.pipeline.delayed import _Product
 from tests.pipeline.gpt import Case, case_of, iterate
 
 LOOKS = Callbacks(not_finite=print)
@@ -154,3 +157,35 @@ def test_tensors_over_gloo_are_free_when_they_have_left() -> None:
     for rank, (number, most) in enumerate(gpt.run(Case(method="vocab-2", pp=2, m=m, steps=1), body=sent)):
         assert number >= (m if rank else 2 * m)
         assert most <= 8
+
+
+def held_for_w(rank: int, case: Case) -> list[int]:
+    """At each W, how many nodes of the graphs through which a B has run are alive."""
+    nodes: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    product: Any = _Product if case.delayed else _SplitLinear
+    backward, compute = product.backward, WeightGradients.compute
+
+    def note_and_run(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        nodes.append(weakref.ref(ctx))
+        return backward(ctx, grad_output)
+
+    def count_and_compute(self: WeightGradients, *rest: Any) -> None:
+        alive.append(sum(ref() is not None for ref in nodes))
+        compute(self, *rest)
+
+    with (
+        mock.patch.object(product, "backward", note_and_run),
+        mock.patch.object(WeightGradients, "compute", count_and_compute),
+    ):
+        gpt.train(rank, case)
+    assert nodes
+    return alive
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_w_holds_no_graph_of_b(delayed: bool) -> None:
+    """It would hold the stage's input and that one's gradient."""
+    case = case_of(generate("vocab-2", 2, 8, family="v-half"), steps=1, delayed=delayed)
+    for alive in gpt.run(case, body=held_for_w):
+        assert alive == [0] * 2 * case.m

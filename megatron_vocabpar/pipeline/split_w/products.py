@@ -72,8 +72,15 @@ class LocalProducts:
             del layer._forward_impl
 
     def _keep(self, weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor) -> None:
-        add = partial(_add, weight, input_.flatten(0, -2), grad_output.flatten(0, -2))
+        add = partial(_add, weight, _detached(input_).flatten(0, -2), grad_output.flatten(0, -2))
         self._left.append(LeftProduct([weight], add))
+
+
+def _detached(value: Any) -> Any:
+    """An operand, or a list of them, apart from B's graph: that holds the stage's input and its gradient."""
+    if isinstance(value, list):
+        return [_detached(each) for each in value]
+    return value.detach() if type(value) is torch.Tensor else value
 
 
 def _add(weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor) -> None:
@@ -243,7 +250,7 @@ class _Layer:
         del self._layer.wgrad_store.put
 
     def _keep(self, tensors: Sequence[Any], product: Product) -> None:
-        self._left.append((tensors, product))
+        self._left.append((_detached(tensors), product))
         for weight in _named(self._layer, "weight"):
             # GroupedLinear gives autograd the memory that its product will fill later; DDP must not add it.
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
