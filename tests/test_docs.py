@@ -45,7 +45,7 @@ ELSEWHERE = {
     *("config.json", "tokenizer.json", "README_WEIGHTS.md"),  # of models of Hugging Face
     *("index.html", "data.json", "schedule.json", "timeline.json"),  # what a training writes
     *("FOLDER/RANK.json", "scripts/METHOD.sh", "text.txt"),  # of tests
-    *("vocabpar-out/", "vocabpar-out/index.html", ".whl/"),  # of a user's clone
+    *("vocabpar-out/", "vocabpar-out/index.html", "full-logs/", ".whl/"),  # of a user's clone
 }
 """Files that docstrings and pages name, and that no clone has."""
 

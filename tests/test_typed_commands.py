@@ -93,8 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (path / "page.md").write_text((ROOT / "docs" / "flags.md").read_text())
     (path / "scripts").symlink_to(ROOT / "scripts")
-    for name in ("Megatron-LM", "vocabpar-out"):
-        (path / name).mkdir()
+    for name in ("Megatron-LM", "vocabpar-out/Megatron-LM"):
+        (path / name).mkdir(parents=True)
     (slime,) = MODULES_OF["slime"].values()
     (path / "slime" / slime).parent.mkdir(parents=True)
     (path / "slime" / slime).write_text(PLAIN)
