@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import product
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, Method, me
 from megatron_vocabpar.schedule.words.placement import Placement
 
 _ROUNDING = 1e-6  # ms
+_KEPT = 1024  # numbers of layers, the last that were asked for
 _BY_HAND = ", by hand"
 _LONGER_FIRST = (True, True), (False, False), (True, False), (False, True)
 """Whether the first of a rank's chunks is the longer one, of ranks 0, 2, ... and of ranks 1, 3, ..."""
@@ -95,7 +97,7 @@ def _mean_layer_counts(request: Request, method: Method, family: Family) -> list
     if method.vocabulary_parallel and not layers % placement.num_stages and not request.model.mtp_depths:
         return even
     work = _work(costs, method, placement, layers, pairs=family.pairs and costs.hides)
-    ways = list(_balanced_counts(work, placement, layers))
+    ways = _balanced_counts(work, placement, layers)
     return list(dict.fromkeys([*even, *ways] if method.vocabulary_parallel else [*ways, *even]))
 
 
@@ -146,11 +148,13 @@ def _work(costs: PassCosts, method: Method, placement: Placement, layers: int, *
     return _Work(whole * placement.p / layers, tuple(besides))
 
 
-def _balanced_counts(work: _Work, placement: Placement, layers: int) -> Iterator[tuple[int, ...]]:
+@lru_cache(_KEPT)
+def _balanced_counts(work: _Work, placement: Placement, layers: int) -> tuple[tuple[int, ...], ...]:
     """Layers of each stage so that the longest rank is as short as can be; the last stage may have none."""
     besides = [sum(work.besides[stage] for stage in placement.stages_of(rank)) for rank in range(placement.p)]
     fewest = [placement.chunks] * placement.p
     fewest[placement.last_rank] -= 1
+    counts = []
     for of_ranks in dict.fromkeys(_counts_of_ranks(work.layer, besides, fewest, placement, layers)):
         for balanced, longer_first in product((True, False), _LONGER_FIRST):
             rows = [0] * placement.num_stages
@@ -164,7 +168,8 @@ def _balanced_counts(work: _Work, placement: Placement, layers: int) -> Iterator
                     strict=True,
                 ):
                     rows[stage] = number
-            yield tuple(rows)
+            counts.append(tuple(rows))
+    return tuple(counts)
 
 
 def _counts_of_ranks(

@@ -13,11 +13,13 @@ from itertools import chain
 from math import inf
 
 from megatron_vocabpar.plan.choice import Request
+from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.schedule.make.families import Family
 from megatron_vocabpar.schedule.make.problem import Problem
 from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.make.stock import stock_schedule
-from megatron_vocabpar.schedule.play.events import run_passes
+from megatron_vocabpar.schedule.play.events import run_events, run_passes
+from megatron_vocabpar.schedule.play.launches import launch_when_ready
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
 from megatron_vocabpar.schedule.words.methods import BASELINE, Method, method_named
 from megatron_vocabpar.schedule.words.passes import LAYERS, PassType
@@ -26,7 +28,8 @@ from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _PASSES = 3_000  # passes that the choice of a candidate may play
 _KEPT = 256  # orders, the last that were asked for; some 40 MB
-_KEPT_STOCK = 4096
+_KEPT_STOCK = 4096  # times of Megatron's passes
+_KEPT_ROWS = 32  # of its schedules, which layouts of unlike layers share
 
 
 class Order:
@@ -36,6 +39,7 @@ class Order:
         self.problem = problem
         self.further_ms = problem.further_ms(problem.pairs)
         self.layers_share = layers_share_of(problem)
+        self._uses: dict[tuple[int, ...], Use] = {}
         self._below_ms = -inf
         self._found: tuple[Schedule, float] | None = None
 
@@ -49,6 +53,13 @@ class Order:
         if self._found is None and below_ms > self._below_ms:
             self._below_ms, self._found = below_ms, self.problem.quick(_PASSES, below_ms)
         return self._found if self._found and self._found[1] < below_ms else None
+
+    def use(self, schedule: Schedule, layers: tuple[int, ...]) -> Use:
+        """What runs beside layers if the collectives of the order are launched when they can be."""
+        if layers not in self._uses:
+            launched = launch_when_ready(schedule, self.problem.times, layers)
+            self._uses[layers] = Use.of(run_events(schedule, self.problem.times, *launched))
+        return self._uses[layers]
 
 
 class StockOrder:
@@ -78,10 +89,13 @@ class StockOrder:
     def played(self, m: int) -> tuple[float, float]:
         """The ms that ``m`` microbatches take, and the work of all ranks in ms."""
         if m not in self._played:
-            schedule = stock_schedule(self.placement.p, m, self.placement.chunks, self.pairs)
+            schedule = _stock_schedule(self.placement.p, m, self.placement.chunks, self.pairs)
             work_ms = sum(map(self.times.of_instruction, chain.from_iterable(schedule.rows)))
             self._played[m] = max(run_passes(schedule, self.times).ends), work_ms
         return self._played[m]
+
+
+_stock_schedule = lru_cache(_KEPT_ROWS)(stock_schedule)
 
 
 @lru_cache(_KEPT)

@@ -37,7 +37,7 @@ from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem
 from megatron_vocabpar.schedule.make.stock import stock_schedule, warm_up_length
 from megatron_vocabpar.schedule.play.events import run_events
-from megatron_vocabpar.schedule.play.launches import launch_late, launch_when_ready
+from megatron_vocabpar.schedule.play.launches import launch_late
 from megatron_vocabpar.schedule.play.lower import lower
 from megatron_vocabpar.schedule.play.peaks import peak_activations
 from megatron_vocabpar.schedule.play.residence import busy_share
@@ -99,8 +99,7 @@ def played(
     choice = replace(_choice(request, schedule, family, layers, alone_ms, use), layers_share=layers_share)
     if not method.vocabulary_parallel or not (near_ms is None or choice.fits):
         return choice
-    launched = launch_when_ready(schedule, problem.times, layers)
-    use = replace(Use.of(run_events(schedule, problem.times, *launched)), busy=use.busy)
+    use = replace(order.use(schedule, layers), busy=use.busy)
     return replace(choice, iteration_ms=priced_ms(request, length_ms, layers_share, use) + tail_ms, use=use)
 
 
