@@ -37,7 +37,7 @@ from megatron_vocabpar.schedule.words.methods import BASELINE, REDIS, Method, me
 from megatron_vocabpar.schedule.words.placement import Placement
 
 _ROUNDING = 1e-6  # ms
-_KEPT = 1024  # numbers of layers, the last that were asked for
+_KEPT = 1024  # ways to place layers, the last that were asked for
 _BY_HAND = ", by hand"
 _LONGER_FIRST = (True, True), (False, False), (True, False), (False, True)
 """Whether the first of a rank's chunks is the longer one, of ranks 0, 2, ... and of ranks 1, 3, ..."""
@@ -274,21 +274,21 @@ def move_bars(request: Request, placed: StockLayout, counts: tuple[int, ...]) ->
     return placed._replace(name=name, layers=counts, flags=flags)
 
 
-def layouts(layers: int, p: int, costs: PassCosts) -> Iterator[StockLayout]:
+@lru_cache(_KEPT)
+def layouts(layers: int, p: int, costs: PassCosts) -> tuple[StockLayout, ...]:
     """The layouts worth trying for each number of chunks: by hand, and by Megatron's own rules."""
     layer = sum(map(mean_of, (costs.F_ms, costs.B_ms, costs.W_ms))) * p / layers
     first = sum(costs.first_rank_extra.values())
     last = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
-    hidden = mean_of(costs.hidden_ms) * p / layers
+    hidden, found = mean_of(costs.hidden_ms) * p / layers, list[StockLayout]()
     for chunks in range(1, max(1, (layers + 2) // p) + 1 if p > 1 else 2):
         name = "1f1b" if chunks == 1 else f"interleaved x{chunks}"
-        yield from _placed(
-            layers, p, StockLayout(name, chunks, (), ()), (first, last, layer), costs.mtp_depths
-        )
+        found += _placed(layers, p, StockLayout(name, chunks, (), ()), (first, last, layer), costs.mtp_depths)
         # Megatron overlaps with chunks, or without a pipeline and then without multi-token prediction.
         if hidden and (chunks > 1 or (p == 1 and not costs.mtp_depths)):
             together = StockLayout(f"{name} with overlap", chunks, (), OVERLAP, overlaps=True)
-            yield from _placed(layers, p, together, (first, last, layer - hidden), costs.mtp_depths)
+            found += _placed(layers, p, together, (first, last, layer - hidden), costs.mtp_depths)
+    return tuple(found)
 
 
 def _placed(
