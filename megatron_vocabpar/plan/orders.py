@@ -27,9 +27,10 @@ from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
 
 _PASSES = 3_000  # passes that the choice of a candidate may play
-_KEPT = 256  # orders, the last that were asked for; some 40 MB
-_KEPT_STOCK = 4096  # times of Megatron's passes
-_KEPT_ROWS = 32  # of its schedules, which layouts of unlike layers share
+_KEPT = 64  # orders, the last that were asked for: 3 MB each at p 32, 0.2 MB at p 4
+_KEPT_STOCK = 512  # times of Megatron's passes: 0.3 MB each at most
+_KEPT_ROWS = 32  # of its schedules, which layouts of unlike layers share ...
+_MOST_KEPT = 10_000  # ... with as many F at most
 
 
 class Order:
@@ -49,7 +50,10 @@ class Order:
         return self.problem.bound_ms()
 
     def quick(self, below_ms: float) -> tuple[Schedule, float] | None:
-        """``Problem.quick``; an order that is found is the fastest whatever the limit was."""
+        """``Problem.quick``; an order that is found is the fastest whatever the limit was.
+
+        That holds where no candidate gets stuck (see there), which one under a cap of the user may.
+        """
         if self._found is None and below_ms > self._below_ms:
             self._below_ms, self._found = below_ms, self.problem.quick(_PASSES, below_ms)
         return self._found if self._found and self._found[1] < below_ms else None
@@ -89,7 +93,9 @@ class StockOrder:
     def played(self, m: int) -> tuple[float, float]:
         """The ms that ``m`` microbatches take, and the work of all ranks in ms."""
         if m not in self._played:
-            schedule = _stock_schedule(self.placement.p, m, self.placement.chunks, self.pairs)
+            is_kept = self.placement.num_stages * m <= _MOST_KEPT
+            make = _stock_schedule if is_kept else stock_schedule
+            schedule = make(self.placement.p, m, self.placement.chunks, self.pairs)
             work_ms = sum(map(self.times.of_instruction, chain.from_iterable(schedule.rows)))
             self._played[m] = max(run_passes(schedule, self.times).ends), work_ms
         return self._played[m]
@@ -98,9 +104,16 @@ class StockOrder:
 _stock_schedule = lru_cache(_KEPT_ROWS)(stock_schedule)
 
 
-@lru_cache(_KEPT)
 def order_of(request: PlanRequest) -> Order:
-    """The order of one of our methods in one family."""
+    """The order of one of our methods in one family; kept unless the user caps activations.
+
+    Under such a cap candidates may get stuck, and what is found then depends on the limit.
+    """
+    return _order(request) if request.max_activations is None else Order(Problem.of(request))
+
+
+@lru_cache(_KEPT)
+def _order(request: PlanRequest) -> Order:
     return Order(Problem.of(request))
 
 

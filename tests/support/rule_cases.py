@@ -392,7 +392,8 @@ ACCEPTED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 """Settings and flags of ours that no rule forbids."""
 
 
-EARLY = {"num_layers": 8, "num_experts": 8, "mtp_num_layers": 1}
+LOGGED = {"moe_aux_loss_coeff": 1e-2}
+EARLY = LOGGED | {"num_layers": 8, "num_experts": 8, "mtp_num_layers": 1}
 """Of a Megatron before 0.17."""
 WAITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]}, "0.17: rank 0 has no layer with experts"),
@@ -409,12 +410,18 @@ WAITS: tuple[tuple[str, dict[str, Any], str], ...] = (
         | {"pipeline_model_parallel_layout": "E|t|tt|t|t|t|tt|mL", "moe_layer_freq": [1] * 7 + [0]},
         "rank 0 has no layer with experts",
     ),
-    ("1f1b", {"hybrid_layer_pattern": "*E|*-|*E|*E"}, "ever, stock's too; give each rank an E in"),
-    ("v-half", LOCAL | {"hybrid_layer_pattern": "*|-|*|E|E|*|-|E/*"}, "rank 1 has no layer with experts"),
+    ("1f1b", LOGGED | {"hybrid_layer_pattern": "*E|*-|*E|*E"}, "ever, stock's too; give each rank an E in"),
+    (
+        "v-half",
+        LOCAL | {"moe_z_loss_coeff": 1e-3, "hybrid_layer_pattern": "*|-|*|E|E|*|-|E/*"},
+        "rank 1 has no layer with experts",
+    ),
 )
 FITS_EARLY: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("1f1b", {"hybrid_layer_pattern": "*E|*E|M-|*-/*E", "output_logit_dtype": None}),
-    ("1f1b", {"hybrid_layer_pattern": "*E|*E|ME|*-/*E"}),
+    ("1f1b", EARLY | {"moe_aux_loss_coeff": [0.0], "moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]}),
+    ("1f1b", LOGGED | {"hybrid_layer_pattern": "*E|*E|M-|*-/*E", "output_logit_dtype": None}),
+    ("1f1b", LOGGED | {"hybrid_layer_pattern": "*E|*E|ME|*-/*E"}),
+    ("1f1b", {"hybrid_layer_pattern": "*E|*-|*E|*E"}),
     ("1f1b", EARLY),
     ("1f1b", EARLY | {"moe_layer_freq": 2}),
     ("1f1b", EARLY | {"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1], "use_mup": False}),

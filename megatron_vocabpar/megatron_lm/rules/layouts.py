@@ -149,13 +149,20 @@ def _stage_layers(facts: Facts) -> list[str]:
     return stages
 
 
+def _logs(facts: Facts) -> bool:
+    """Whether experts have a loss of their own, which Megatron logs."""
+    given = getattr(facts.settings, "moe_aux_loss_coeff", 0.0)
+    balancing = any(given) if isinstance(given, list | tuple) else bool(given)
+    return balancing or getattr(facts.settings, "moe_z_loss_coeff", None) is not None
+
+
 def _rank_without_experts(facts: Facts) -> str:
     """The first rank without experts in a model with some and with heads, where Megatron then waits for ever.
 
     Versions before 0.17 exchange what experts log in tensors that are longer by the heads on ranks with
     experts (https://github.com/NVIDIA/Megatron-LM/pull/3401).
     """
-    if facts.since_0_17 or not (facts.num_experts and facts.mtp_num_layers and facts.p > 1):
+    if facts.since_0_17 or not (facts.num_experts and facts.mtp_num_layers and facts.p > 1 and _logs(facts)):
         return ""
     stages = _stage_layers(facts)
     if not stages or len(stages) % facts.p or sum(stage.count("t") for stage in stages) != facts.num_layers:
@@ -180,7 +187,11 @@ def _rank_without_expert_symbol(facts: Facts) -> str:
     as long as all ``E`` on the others.
     """
     stages = facts.pattern.split("|")
-    if facts.since_0_20 or "E" not in facts.pattern or facts.p == 1 or len(stages) % facts.p:
+    if (
+        facts.since_0_20
+        or not ("E" in facts.pattern and facts.p > 1 and _logs(facts))
+        or len(stages) % facts.p
+    ):
         return ""
     placement = Placement(facts.p, len(stages) // facts.p, "vshape" if facts.in_v else "standard")
     having = {placement.rank_of(stage) for stage, symbols in enumerate(stages) if "E" in symbols}

@@ -77,12 +77,12 @@ class LocalProducts:
 
 
 def _detached(value: Any) -> Any:
-    """An operand, or a list of them, apart from B's graph, which holds the stage's input and its gradient.
+    """An operand, or several, apart from B's graph, which holds the stage's input and its gradient.
 
     Operands in 8 bits are tensors of a class of their own, and have no graph.
     """
-    if isinstance(value, list):
-        return [_detached(each) for each in value]
+    if type(value) in (list, tuple):
+        return type(value)(map(_detached, value))
     return value.detach() if type(value) is torch.Tensor else value
 
 
