@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import os
 import signal
 import sys
 import traceback
@@ -161,7 +162,10 @@ _OURS = ("megatron_vocabpar", "lab")
 
 
 def _raised_by_us(error: ValueError) -> bool:
-    """Whether the innermost frame of the error's traceback is our code."""
+    """Whether the innermost frame of the error's traceback is our code, here or in a worker of a pool."""
+    if type(error.__cause__).__name__ == "_RemoteTraceback":  # the worker's traceback, as text
+        files = [line for line in str(error.__cause__).splitlines() if line.startswith('  File "')]
+        return any(f"{os.sep}{package}{os.sep}" in files[-1] for package in _OURS)
     innermost = list(traceback.walk_tb(error.__traceback__))[-1][0]
     return str(innermost.f_globals.get("__name__", "")).partition(".")[0] in _OURS
 

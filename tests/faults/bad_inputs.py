@@ -145,6 +145,7 @@ def plan() -> Iterator[BadInput]:
         "": "nothing given for the model; give one of", "--preset x": "--preset x: choose one of gemma-2-9b", "--preset gemma-2-9b --hardware V100": "choose one of A100, H100, H200, H800",
         "--preset gemma-2-9b --pp 0": "pp|pipeline", "--preset gemma-2-9b --tp 0": "tp|tensor", "--preset gemma-2-9b --dp 0": "dp|data",
         "--preset gemma-2-9b --ep 3": "expert parallel size 3 does not divide d x t x c = 1 x 1 x 1 = 1; choose 1", "--preset gemma-2-9b --microbatches 0": "microbatch",
+        "--preset llama-3.2-3b --pp 4 --microbatches 60000": "480,000 forward passes, more than 262,144; use fewer",
         "--preset gemma-2-9b --micro-batch-size 0": "micro", "--preset gemma-2-9b --seq-length 0": "--seq-length 0",
         "--preset gemma-2-9b --memory-gib nan": "memory-gib", "--preset gemma-2-9b --memory-gib -1": "memory-gib",
         "--preset gemma-2-9b --memory-gib inf": "memory-gib",
