@@ -33,7 +33,7 @@ _KEPT_ROWS = 32  # of its schedules, which layouts of unlike layers share ...
 _MOST_KEPT = 10_000  # ... with as many F at most
 
 
-class Order:
+class QuickOrder:
     """A problem of ours, and the order of its passes as far as it is known."""
 
     def __init__(self, problem: Problem) -> None:
@@ -58,9 +58,11 @@ class Order:
             self._below_ms, self._found = below_ms, self.problem.quick(_PASSES, below_ms)
         return self._found if self._found and self._found[1] < below_ms else None
 
-    def use(self, schedule: Schedule, layers: tuple[int, ...]) -> Use:
-        """What runs beside layers if the collectives of the order are launched when they can be."""
+    def use(self, layers: tuple[int, ...]) -> Use:
+        """What runs beside layers if collectives of the order found are launched when they can be."""
         if layers not in self._uses:
+            assert self._found is not None, "ask for the order first"
+            schedule, _ = self._found
             launched = launch_when_ready(schedule, self.problem.times, layers)
             self._uses[layers] = Use.of(run_events(schedule, self.problem.times, *launched))
         return self._uses[layers]
@@ -104,17 +106,17 @@ class StockOrder:
 _stock_schedule = lru_cache(_KEPT_ROWS)(stock_schedule)
 
 
-def order_of(request: PlanRequest) -> Order:
+def order_of(request: PlanRequest) -> QuickOrder:
     """The order of one of our methods in one family; kept unless the user caps activations.
 
     Under such a cap candidates may get stuck, and what is found then depends on the limit.
     """
-    return _order(request) if request.max_activations is None else Order(Problem.of(request))
+    return _order(request) if request.max_activations is None else QuickOrder(Problem.of(request))
 
 
 @lru_cache(_KEPT)
-def _order(request: PlanRequest) -> Order:
-    return Order(Problem.of(request))
+def _order(request: PlanRequest) -> QuickOrder:
+    return QuickOrder(Problem.of(request))
 
 
 @lru_cache(_KEPT_STOCK)

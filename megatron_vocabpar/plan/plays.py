@@ -99,7 +99,7 @@ def played(
     choice = replace(_choice(request, schedule, family, layers, alone_ms, use), layers_share=layers_share)
     if not method.vocabulary_parallel or not (near_ms is None or choice.fits):
         return choice
-    use = replace(order.use(schedule, layers), busy=use.busy)
+    use = replace(order.use(layers), busy=use.busy)
     return replace(choice, iteration_ms=priced_ms(request, length_ms, layers_share, use) + tail_ms, use=use)
 
 

@@ -156,6 +156,13 @@ def _logs(facts: Facts) -> bool:
     return balancing or getattr(facts.settings, "moe_z_loss_coeff", None) is not None
 
 
+def _rank_without(facts: Facts, have: list[bool]) -> str:
+    """The first rank of which no stage ``have`` experts; empty if none has."""
+    placement = Placement(facts.p, len(have) // facts.p, "vshape" if facts.in_v else "standard")
+    having = {placement.rank_of(stage) for stage, has in enumerate(have) if has}
+    return next((str(rank) for rank in range(facts.p) if rank not in having), "") if having else ""
+
+
 def _rank_without_experts(facts: Facts) -> str:
     """The first rank without experts in a model with some and with heads, where Megatron then waits for ever.
 
@@ -167,17 +174,19 @@ def _rank_without_experts(facts: Facts) -> str:
     stages = _stage_layers(facts)
     if not stages or len(stages) % facts.p or sum(stage.count("t") for stage in stages) != facts.num_layers:
         return ""  # refused by other rows
-    placement = Placement(facts.p, len(stages) // facts.p, "vshape" if facts.in_v else "standard")
-    having, layer = set(), 0
-    for stage, letters in enumerate(stages):
+    have, layer = [], 0
+    for letters in stages:
         layers = [
             *range(layer, layer + letters.count("t")),
             *([facts.num_layers - 1] if "m" in letters else []),
         ]
         layer += letters.count("t")
-        if any(map(facts.has_experts, layers)):
-            having.add(placement.rank_of(stage))
-    return next((str(rank) for rank in range(facts.p) if rank not in having), "") if having else ""
+        have.append(any(map(facts.has_experts, layers)))
+    return _rank_without(facts, have)
+
+
+def _waits(_: Facts, rank: str) -> str:
+    return f"rank {rank} has no layer with experts, and Megatron's first log then waits for ever, stock's too"
 
 
 def _rank_without_expert_symbol(facts: Facts) -> str:
@@ -193,9 +202,7 @@ def _rank_without_expert_symbol(facts: Facts) -> str:
         or len(stages) % facts.p
     ):
         return ""
-    placement = Placement(facts.p, len(stages) // facts.p, "vshape" if facts.in_v else "standard")
-    having = {placement.rank_of(stage) for stage, symbols in enumerate(stages) if "E" in symbols}
-    return next((str(rank) for rank in range(facts.p) if rank not in having), "")
+    return _rank_without(facts, ["E" in symbols for symbols in stages])
 
 
 _HETEROGENEOUS = "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
@@ -249,12 +256,10 @@ LINES = (
         lambda f: f.is_set(_LAYOUT) and flags(filter(f.is_set, _BESIDE)),
         "the layout alone says which layers each stage has", lambda _, found: f"leave out {found}"),
     Rule("--num-experts with --mtp-num-layers, with Megatron before 0.17", _rank_without_experts,
-        lambda _, found: f"rank {found} has no layer with experts, and Megatron's first log then waits for "
-        "ever, stock's too",
+        _waits,
         "give each rank one with --pipeline-model-parallel-layout, or use 0.17 or later", UNTESTED),
     Rule("--hybrid-layer-pattern with experts, with Megatron up to 0.19", _rank_without_expert_symbol,
-        lambda _, found: f"rank {found} has no layer with experts, and Megatron's first log then waits for "
-        "ever, stock's too",
+        _waits,
         "give each rank an E in --hybrid-layer-pattern, or use Megatron's main", UNTESTED),
 )  # fmt: skip
 """Of launch lines alone: configurations of Bridge have a layout and its number of chunks, and Bridge logs."""

@@ -111,6 +111,7 @@ class PassCosts:
     PAPER_SIZES: ClassVar = (8, 16, 32)
 
     def __hash__(self) -> int:
+        # Tables have no hash; equality compares them, too.
         return hash((self.F_ms, self.B_ms, self.W_ms, self.hidden_ms, self.p2p_ms, self.layers_per_stage))
 
     def with_layers(self, factor: float) -> PassCosts:
