@@ -18,6 +18,7 @@ Next: ``rules.py``, the caps; ``candidates.py``, which blocks are tried with whi
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -79,18 +80,17 @@ class Arranger:
     """The state of all ranks while they play; ``pair_scheduling.py`` extends it by pairs."""
 
     def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules, below_ms: float) -> None:
-        ranks, nodes = max(graph.rank.values()) + 1, range(graph.size)
+        ranks = max(graph.rank.values()) + 1
         self.m, self.rules, self.interval = m, rules, block.interval
-        self.rank = [graph.rank.get(node, 0) for node in nodes]
-        self.feeds = [graph.feeds.get(node, ()) for node in nodes]
-        self.duration = [graph.duration.get(node, 0.0) for node in nodes]
-        self.needs: list[list[tuple[int, int, float]]] = [[] for _ in nodes]
-        self.followers: list[list[tuple[int, int]]] = [[] for _ in nodes]
-        for node, row in graph.needs.items():
-            for source, back, latency in row:
-                self.needs[node].append((source * m - back, back, latency))
-                self.followers[source].append((node, back))
+        self.rank, self.duration, self.feeds = graph.rank, graph.duration, graph.feeds
+        self.followers = graph.followers
+        self.needs = {
+            node: [(source * m - back, back, latency) for source, back, latency in row]
+            for node, row in graph.needs.items()
+        }
         self.together = {arrival: node for node, arrival in graph.arrival.items()}
+        # Of each core node: the planned start of its first microbatch, and of its next one.
+        self.offset, self.planned = [NEVER] * graph.size, [NEVER] * graph.size
         self._sort_nodes(graph, block, ranks)
 
         self.ends = [NEVER] * (graph.size * m)  # not known yet
@@ -99,8 +99,10 @@ class Arranger:
         self.latest = {node: [0.0] * m for node in graph.producers}
         self.counts = [0] * graph.size  # of each node: the microbatches that have started it
         self.ready = [NEVER] * graph.size  # of each node: when its next microbatch can run, once known
-        self.hold = [rules.hold.get(node, 0.0) for node in nodes]
-        self.room_for = [rules.room_for(node) for node in nodes]
+        self.cap, self.kept_free = rules.room(0.0), 1.0 - rules.overlap
+        self.freed_by = rules.freed_by
+        self.hold = dict.fromkeys(graph.rank, 0.0) | dict(rules.hold)
+        self.room_for = {node: rules.room_for(node) for node, change in self.hold.items() if change}
         self.held, self.peak = [0.0] * ranks, [0.0] * ranks
         self.free, self.wake = [0.0] * ranks, [0.0] * ranks
         self.arrived = [NO_NODE] * ranks  # the pass that a rank has promised to run next
@@ -110,16 +112,18 @@ class Arranger:
         for node, rank in graph.rank.items():
             self.left_ms[rank] += m * self.duration[node]
         self.too_late = below_ms * (1.0 + _ROUNDING)
-        for node in graph.rank:
-            self._work_out(node)
+        for node in graph.sources:
+            self.ready[node] = 0.0
 
     def _sort_nodes(self, graph: PassGraph, block: BuildingBlock, ranks: int) -> None:
         """Sort each rank's nodes: core, eager or lazy, and the lazy ones by what they free."""
         eager, lazy = set(self.rules.eager), self.rules.lazy
-        self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]  # planned start, node
+        # Nodes with a microbatch left, by the planned start of the next.
+        self.core: list[list[tuple[float, int]]] = [[] for _ in range(ranks)]
         self.eager: list[list[int]] = [[] for _ in range(ranks)]
         self.lazy: list[list[int]] = [[] for _ in range(ranks)]
-        self.received: list[list[int]] = [[] for _ in range(ranks)]  # lazy: a collective brings its buffers
+        # Lazy nodes whose buffers a collective brings: the node, the collective, how many may wait.
+        self.received: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
         self.freeing: list[list[int]] = [[] for _ in range(ranks)]  # lazy: it frees activations
         for node, rank in graph.rank.items():
             if node in eager:
@@ -127,11 +131,13 @@ class Arranger:
             elif node in lazy:
                 self.lazy[rank].append(node)
                 if lazy[node] in graph.producers:
-                    self.received[rank].append(node)
+                    self.received[rank].append((node, lazy[node], self.rules.pending[node]))
                 if self.rules.hold.get(node, 0.0) < 0.0:
                     self.freeing[rank].append(node)
             elif node not in graph.arrival:
-                self.core[rank].append((block.offsets[self.together.get(node, node)], node))
+                start = block.offsets[self.together.get(node, node)]
+                self.offset[node] = self.planned[node] = start
+                insort(self.core[rank], (start, node))
 
     def run(self) -> Arrangement:
         heap, wake, free, left_ms = self.heap, self.wake, self.free, self.left_ms
@@ -158,50 +164,54 @@ class Arranger:
 
     def _choose(self, rank: int, now: float) -> int:
         """The node that a free rank runs now; with ``NO_NODE`` the rank is woken when that may change."""
-        if self.arrived[rank] != NO_NODE:
-            node = self.arrived[rank]
-            ready = self.ready[node]
-            if ready <= now:
+        ready_at, later = self.ready, NEVER  # ``later``: when the first of what is not ready can run
+        arrived = self.arrived[rank]
+        if arrived != NO_NODE:
+            later = ready_at[arrived]
+            if later <= now:
                 self.arrived[rank] = NO_NODE
-                return node
-            self._wake(rank, ready)
+                return arrived
+            self._wake(rank, later)
             return NO_NODE
         for node in self.eager[rank]:
-            ready = self.ready[node]
+            ready = ready_at[node]
             if ready <= now:
                 return node
-            self._wake(rank, ready)
-        for node in self.received[rank]:
-            waiting = self.counts[self.rules.lazy[node]] - self.counts[node]
-            if waiting >= self.rules.pending[node] and self.ready[node] <= now:
+            if ready < later:
+                later = ready
+        for node, maker, most in self.received[rank]:
+            if ready_at[node] <= now and self.counts[maker] - self.counts[node] >= most:
                 return node
         node, until = self._choose_core(rank, now)
-        return node if node != NO_NODE else self._choose_lazy(rank, now, until)
+        if node != NO_NODE:
+            return node
+        kept_free = self.kept_free
+        for node in self.lazy[rank]:  # which may delay the core pass at ``until`` a little
+            ready = ready_at[node]
+            if ready <= now:
+                if now + self.duration[node] * kept_free <= until:
+                    return node
+            elif ready < later:
+                later = ready
+        self._wake(rank, later if later < until else until)
+        return NO_NODE
 
     def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
         """The core pass to run now, or a lazy pass that must run before it, or ``NO_NODE``.
 
         The second value is the earliest start of any pass that is planned before it.
         """
-        rules, interval, ready_at = self.rules, self.interval, self.ready
-        # B1 takes 12 ms and could start at 10 ms; F3, which is planned first, gets its input at 20 ms. With
-        # overlap 0.5, B1 may delay F3 by half its own length: it runs now, as 10 + 0.5 * 12 <= 20. If B1 took
-        # 24 ms, the rank would idle until 20 ms, as 10 + 0.5 * 24 > 20.
-        kept_free = 1.0 - rules.overlap
+        rules, ready_at = self.rules, self.ready
         # If ``ahead`` is bounded, it counts from the first planned pass, whether that is ready or not.
         bounded = rules.ahead < NEVER
-        room = rules.room(self.held[rank])
+        room = self.cap - self.held[rank]
         until = last_start = NEVER
-        planned = [
-            (offset + self.counts[node] * interval, node)
-            for offset, node in self.core[rank]
-            if ready_at[node] < NEVER or (bounded and self.counts[node] < self.m)
-        ]
-        planned.sort()
-        for start, node in planned:
+        for start, node in self.core[rank]:
+            ready = ready_at[node]
+            if ready == NEVER and not bounded:
+                continue
             if start > last_start:
                 break
-            ready = ready_at[node]
             if self.hold[node] > 0.0:
                 if self.room_for[node] > room or (rules.chunks and rules.starves(node, self.counts)):
                     if ready <= now:  # a W that frees activations makes room for it
@@ -212,11 +222,14 @@ class Arranger:
                 if rules.in_flight and rules.is_full(node, self.counts):
                     continue
             if last_start == NEVER:
-                last_start = start + rules.ahead * interval
+                last_start = start + rules.ahead * self.interval
             if ready <= now:
-                if now + self.duration[node] * kept_free > until:
+                # B1 takes 12 ms and could start at 10 ms; F3, which is planned first, gets its input at 20.
+                # With overlap 0.5, B1 may delay F3 by half its own length, so that it runs now: 10 + 6 <= 20.
+                # If B1 took 24 ms, the rank would idle until 20 ms: 10 + 12 > 20.
+                if now + self.duration[node] * self.kept_free > until:
                     continue
-                if node not in rules.freed_by:
+                if node not in self.freed_by:
                     return node, until
                 forced = rules.forced_before(node, self.counts)
                 if forced == NO_NODE:
@@ -226,39 +239,12 @@ class Arranger:
                     return forced, until
             if ready < until:
                 until = ready
-        self._wake(rank, until)
         return NO_NODE, until
-
-    def _choose_lazy(self, rank: int, now: float, until: float) -> int:
-        """A lazy pass that delays the core pass at ``until`` by no more than allowed, or ``NO_NODE``."""
-        kept_free = 1.0 - self.rules.overlap
-        for node in self.lazy[rank]:
-            ready = self.ready[node]
-            if ready > now:
-                self._wake(rank, ready)
-            elif now + self.duration[node] * kept_free <= until:
-                return node
-        return NO_NODE
 
     def _wake(self, rank: int, at: float) -> None:
         if at < self.wake[rank]:
             self.wake[rank] = at
             heappush(self.heap, (at, rank))
-
-    def _work_out(self, node: int) -> float:
-        """Note and return when the node's next microbatch can run; ``NEVER`` as long as that is not known."""
-        mb, ready = self.counts[node], 0.0
-        if mb == self.m:
-            ready = NEVER
-        else:
-            ends = self.ends
-            for source, back, latency in self.needs[node]:
-                if mb >= back:
-                    at = ends[source + mb] + latency
-                    if at > ready:
-                        ready = at
-        self.ready[node] = ready
-        return ready
 
     def _run(self, rank: int, node: int, now: float) -> None:
         mb = self.counts[node]
@@ -271,31 +257,48 @@ class Arranger:
                 self.peak[rank] = held
         if node in self.together:
             self.arrived[rank] = self.together[node]
+        self._plan(rank, node, mb + 1)
         self.wake[rank] = end
         heappush(self.heap, (end, rank))
-        self._complete(node, mb, end)
-
-    def _complete(self, node: int, mb: int, end: float) -> None:
-        """Note the end of a pass, and of the collectives whose last producer it is."""
         self._finish(node, mb, end)
-        self._work_out(node)
-        for group in self.feeds[node]:
+
+    def _plan(self, rank: int, node: int, mb: int) -> None:
+        """Plan a node's next microbatch, if it is a core pass."""
+        start = self.planned[node]
+        if start < NEVER:
+            core = self.core[rank]
+            core.remove((start, node))
+            if mb < self.m:
+                start = self.planned[node] = self.offset[node] + mb * self.interval
+                insort(core, (start, node))
+
+    def _finish(self, node: int, mb: int, end: float) -> None:
+        """Make the end of a pass or a collective known, and wake the ranks that wait for it.
+
+        Collectives whose last producer the pass is end with it.
+        """
+        counts, ends, m = self.counts, self.ends, self.m
+        ends[node * m + mb] = end
+        counts[node] = mb + 1
+        self.ready[node] = NEVER
+        for follower, back in self.followers[node]:
+            of = mb + back
+            if counts[follower] == of < m:
+                ready = 0.0  # a function for this would be called twice a pass, for 5 % of a play
+                for source, before, latency in self.needs[follower]:
+                    if of >= before:
+                        at = ends[source + of] + latency
+                        if at > ready:
+                            ready = at
+                self.ready[follower] = ready
+                if ready < NEVER:
+                    rank = self.rank[follower]
+                    free = self.free[rank]
+                    self._wake(rank, ready if ready > free else free)
+        for group in self.feeds.get(node, ()):
             missing, latest = self.missing[group], self.latest[group]
             if end > latest[mb]:
                 latest[mb] = end
             missing[mb] -= 1
             if not missing[mb]:
                 self._finish(group, mb, latest[mb])
-
-    def _finish(self, node: int, mb: int, end: float) -> None:
-        """Make the end of a pass or a collective known, and wake the ranks that wait for it."""
-        counts = self.counts
-        self.ends[node * self.m + mb] = end
-        counts[node] = mb + 1
-        for follower, back in self.followers[node]:
-            if counts[follower] == mb + back:
-                ready = self._work_out(follower)
-                if ready < NEVER:
-                    rank = self.rank[follower]
-                    free = self.free[rank]
-                    self._wake(rank, ready if ready > free else free)

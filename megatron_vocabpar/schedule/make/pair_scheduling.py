@@ -34,7 +34,6 @@ def arrange_in_pairs(
 class _PairArranger(Arranger):
     def __init__(self, graph: PassGraph, m: int, block: BuildingBlock, rules: Rules, below_ms: float) -> None:
         super().__init__(graph, m, block, rules, below_ms)
-        self.offset = block.offsets
         self.partners: dict[int, list[int]] = {}
         for forward, backward in rules.hidden:
             self.partners.setdefault(forward, []).append(backward)
@@ -66,10 +65,11 @@ class _PairArranger(Arranger):
         for part in pair:
             self.held[rank] += self.hold[part]
             self.peak[rank] = max(self.peak[rank], self.held[rank])
+            self._plan(rank, part, self.counts[part] + 1)
         self.wake[rank] = end
         heappush(self.heap, (end, rank))
         for part in pair:
-            self._complete(part, self.counts[part], end)
+            self._finish(part, self.counts[part], end)
 
     def _in_order(self, node: int, other: int) -> tuple[int, int]:
         """F, then B; F is the one that takes activations."""
@@ -83,7 +83,7 @@ class _PairArranger(Arranger):
         """Whether an F may run now under the caps, together with ``beside`` or alone."""
         rules, alone = self.rules, beside == NO_NODE
         needed = self.room_for[forward] + (rules.lone_room if alone else 0.0)
-        if needed > rules.room(self.held[rank]) or (rules.chunks and rules.starves(forward, self.counts)):
+        if needed > self.cap - self.held[rank] or (rules.chunks and rules.starves(forward, self.counts)):
             return False
         return not rules.is_full(forward, self.counts, more=0 if alone else 1)
 
@@ -97,25 +97,20 @@ class _PairArranger(Arranger):
             if ready > now:
                 comes = min(comes, ready)
                 continue
-            start = self.offset[other] + self.counts[other] * self.interval
-            if start < planned:
-                best, planned = other, start
+            if self.planned[other] < planned:
+                best, planned = other, self.planned[other]
         return best, comes
 
     def _choose_core(self, rank: int, now: float) -> tuple[int, float]:
-        rules, ready_at = self.rules, self.ready
-        kept_free, until = 1.0 - rules.overlap, NEVER
-        planned = [
-            (offset + self.counts[node] * self.interval, node)
-            for offset, node in self.core[rank]
-            if ready_at[node] < NEVER
-        ]
-        for _, node in sorted(planned):
+        rules, ready_at, until = self.rules, self.ready, NEVER
+        for _, node in self.core[rank]:
             ready, beside, comes = ready_at[node], NO_NODE, NEVER
+            if ready == NEVER:
+                continue
             if ready <= now and node in self.partners:
                 beside, comes = self._partner(rank, node, now)
             if self.hold[node] > 0.0 and not self._has_room(rank, node, beside):
-                if ready <= now and self.room_for[node] > rules.room(self.held[rank]):
+                if ready <= now and self.room_for[node] > self.cap - self.held[rank]:
                     for lazy in self.freeing[rank]:  # a W that frees activations makes room for it
                         if ready_at[lazy] <= now:
                             return lazy, until
@@ -125,7 +120,7 @@ class _PairArranger(Arranger):
                     until = min(until, comes)
                     continue
                 taken = self.duration[node] if beside == NO_NODE else self._together_ms(node, beside)
-                if now + taken * kept_free > until:
+                if now + taken * self.kept_free > until:
                     continue
                 forced = rules.forced_before(node, self.counts)
                 if forced == NO_NODE and beside != NO_NODE:
@@ -136,6 +131,6 @@ class _PairArranger(Arranger):
                 ready = ready_at[forced]
                 if ready <= now:
                     return forced, until
-            until = min(until, ready)
-        self._wake(rank, until)
+            if ready < until:
+                until = ready
         return NO_NODE, until

@@ -75,6 +75,20 @@ class PassGraph:
         return frozenset(node for nodes in self.nodes.values() for node in nodes)
 
     @cached_property
+    def followers(self) -> dict[int, list[tuple[int, int]]]:
+        """For each node those that wait for it, and how many microbatches later; a pass follows itself."""
+        followers = {node: [(node, 1)] for node in self.rank} | {node: [] for node in self.producers}
+        for node, needs in self.needs.items():
+            for need in needs:
+                followers[need.node].append((node, need.back))
+        return followers
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The nodes that wait for nothing in microbatch 0."""
+        return tuple(node for node, needs in self.needs.items() if all(need.back for need in needs))
+
+    @cached_property
     def sinks(self) -> frozenset[int]:
         """Pass nodes that may be delayed, as nothing waits for them: T of vocab-2, TW, W, IB."""
         needed = {need.node for needs in self.needs.values() for need in needs}
