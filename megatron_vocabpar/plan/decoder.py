@@ -159,9 +159,12 @@ class Decoder:
         if not self.pattern and self.experts and self.dense_layers:
             sparse, dense, stages = self.with_head_layers, self.dense_layers, []
             for count in counts:
-                of_stage = min(count, dense)
-                dense -= of_stage
-                stages.append((count, self._with_dense(count, of_stage) if of_stage else sparse))
+                if dense and count:
+                    of_stage = min(count, dense)
+                    stages.append((count, self._with_dense(count, of_stage)))
+                    dense -= of_stage
+                else:
+                    stages.append((count, sparse))
             return stages
         if not self.pattern:
             return [(count, self) for count in counts]

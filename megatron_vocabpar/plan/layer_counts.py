@@ -64,7 +64,7 @@ def layer_counts(request: Request, method: Method, family: Family) -> list[tuple
     if method.name == REDIS:
         return [redistributed(request.model, request.job.p)]
     work, placement = works(request), Placement(request.job.p, family.chunks, family.shape)
-    ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    ranks = placement.ranks
     stock = family.name == "1f1b" and not method.vocabulary_parallel
     wanted = ways if stock else [ideal(request, method, placement), *ways]
     return list(dict.fromkeys(cut(work, targets, ranks) for targets in wanted))

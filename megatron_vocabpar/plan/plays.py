@@ -228,9 +228,11 @@ def _softmax_shards(schedule: Schedule) -> list[int]:
     for passes in schedule.ranks:
         alive = peak = 0
         for item in passes:
-            alive += item.type is PassType.S
-            peak = max(peak, alive)
-            alive -= item.type is last
+            if item.type is PassType.S:
+                alive += 1
+                peak = max(peak, alive)
+            elif item.type is last:
+                alive -= 1
         most.append(peak)
     return most
 

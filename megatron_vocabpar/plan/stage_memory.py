@@ -123,8 +123,7 @@ def parameters_of(
     """The parameters of each rank; ``layers`` counts the transformer layers of each stage."""
     counts, experts = [0.0] * placement.p, [0.0] * placement.p
     first_rank, last_rank = placement.first_rank, placement.last_rank
-    for stage, (number, of_stage) in enumerate(model.stages(layers)):
-        rank = placement.rank_of(stage)
+    for rank, (number, of_stage) in zip(placement.ranks, model.stages(layers), strict=True):
         counts[rank] += number * of_stage.shared_weights / job.t
         experts[rank] += number * of_stage.expert_weights
     counts[last_rank] += model.mtp_depths * model.head_weights / job.t
@@ -177,16 +176,18 @@ def stage_memory(
     tokens = model.seq_length * job.micro_batch / job.c
     full = job.recompute == "full"
     of_head = model.with_head_layers if model.pattern else model
-    parts, stages = model.stages(layers), []
+    stages = []
     again = max(
         _UNCOUNTED * kind.activation_bytes - (0 if full else _activation(kind, job))
         for _, kind in model.kinds
     )
     parameters = parameters_of(model, job, method, placement, layers)
     first_rank, last_rank = placement.first_rank, placement.last_rank
-    for rank in range(placement.p):
-        stages_of_rank = [parts[stage] for stage in placement.stages_of(rank)]
-        microbatch = sum(count * _activation(stage, job) for count, stage in stages_of_rank) * tokens / job.t
+    of_ranks = [0.0] * placement.p  # bytes of activations of a token
+    for rank, (number, of_stage) in zip(placement.ranks, model.stages(layers), strict=True):
+        of_ranks[rank] += number * _activation(of_stage, job)
+    for rank, of_token in enumerate(of_ranks):
+        microbatch = of_token * tokens / job.t
         if rank == last_rank:
             head = _activation(of_head, job) + (0 if full else _HEAD * model.hidden)
             microbatch += model.mtp_depths * head * tokens / job.t
@@ -210,7 +211,7 @@ def stage_memory(
             if first_rank == last_rank:
                 output, inputs = max(output, inputs), 0.0  # at different moments
         count = sum(parameters[rank])
-        inside = StageMemory(
+        inside = (
             count * bytes_.weights,
             count * (bytes_.lean_gradients if job.precision_aware else bytes_.gradients),
             (1.0 - job.offload)
@@ -221,5 +222,6 @@ def stage_memory(
             inputs,
             _WORKSPACES,
         )
-        stages.append(inside.with_reserve() if outside else inside)
+        reserved = sum(inside) * RESERVED, _OUTSIDE
+        stages.append(StageMemory(*inside, *reserved) if outside else StageMemory(*inside))
     return stages

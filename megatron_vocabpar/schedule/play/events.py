@@ -39,7 +39,6 @@ from megatron_vocabpar.schedule.words.passes import (
     Comm,
     CommType,
     Instruction,
-    Pair,
     PassType,
 )
 from megatron_vocabpar.schedule.words.schedule import NONE_LATE, Deadlock, Late, Program, Schedule, split_late
@@ -108,11 +107,7 @@ class _Loop:
         self.numbering = numbering = Numbering(schedule)
         self.m, self.p = schedule.m, schedule.p
         self.left = {numbering.number(item): 1.0 - share for item, share in late.items()}
-        # A pair stands in its row as the number of its F.
-        self.rows = [
-            [numbering.number(item.forward if isinstance(item, Pair) else item) for item in row]
-            for row in program
-        ]
+        self.rows = list(map(numbering.numbers, program))
         self.needs = [numbered_needs(needs, schedule.m) for needs in numbering.needs]
         self.carried = _carried(numbering) if alone else [[] for _ in numbering.needs]
         self.durations = _durations(numbering, times)
@@ -289,25 +284,27 @@ class _PairLoop(_Loop):
         self, schedule: Schedule, times: PassTimes, program: Program, late: Late, *, alone: bool = False
     ) -> None:
         super().__init__(schedule, times, program, late, alone=alone)
-        number = self.numbering.number
-        self.beside = {
-            number(pair.forward): (number(pair.backward), times.saved(pair)) for pair in schedule.pairs
-        }
+        # For each F in a pair: the number of its B, and the ms that both take together.
+        self.beside: dict[int, tuple[int, float]] = {}
+        for pair in schedule.pairs:
+            forward, backward = map(self.numbering.number, (pair.forward, pair.backward))
+            in_turn = self.durations[forward // self.m] + self.durations[backward // self.m]
+            self.beside[forward] = backward, in_turn - times.saved(pair)
 
     def _pass(self, rank: int, number: int) -> int:
         if number not in self.beside:
             return super()._pass(rank, number)
-        beside, saved = self.beside[number]
-        pair = number, beside
-        starts = [self._ready(rank, part) for part in pair]
-        for start, cause in starts:
-            if start < 0.0:
-                return cause
-        start, cause = max(starts)
-        took = sum(self.durations[part // self.m] for part in pair) - saved
-        for part in pair:
-            self.free[rank] = self._finish(part, start, cause, took)
-            self.last[rank] = part
+        beside, took = self.beside[number]
+        start, cause = self._ready(rank, number)
+        if start < 0.0:
+            return cause
+        other, cause_of_other = self._ready(rank, beside)
+        if other < 0.0:
+            return cause_of_other
+        start, cause = max((start, cause), (other, cause_of_other))
+        self._finish(number, start, cause, took)
+        self.free[rank] = self._finish(beside, start, cause, took)
+        self.last[rank] = beside
         return NOTHING
 
 

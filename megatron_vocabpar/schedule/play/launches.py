@@ -181,13 +181,14 @@ def moments_in(among: Iterable[Window], boundaries: Sequence[Sequence[float]]) -
                 at[rank] += 1
         last = sorted((row[k] for row, k in zip(boundaries, at, strict=True)), reverse=True)
         best, choice = (sum(moment - b for b in last), -1) if opened < 0.0 else (float("inf"), -1)
-        counted, wait = 0, 0.0
+        counted, wait, ranks = 0, 0.0, len(last)
         for i in range(j - 1, -1, -1):
-            if points[i] < opened - _TIE_MS:
+            point = points[i]
+            if point < opened - _TIE_MS:
                 break
-            while counted < len(last) and last[counted] >= points[i] - _TIE_MS:
+            while counted < ranks and last[counted] >= point - _TIE_MS:
                 wait, counted = wait + moment - last[counted], counted + 1
-            total = least[i] + wait + (len(last) - counted) * (moment - points[i])
+            total = least[i] + wait + (ranks - counted) * (moment - point)
             if total < best - _TIE_MS:
                 best, choice = total, i
         least.append(best)

@@ -125,7 +125,7 @@ def insert(
     item, it has the same place, so nothing can hang for it.
     """
     schedule = played.numbering.schedule
-    ranks = [schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)]
+    ranks = schedule.placement.ranks
     moments = _moments(played)
     out: list[list[Atom]] = [[] for _ in schedule.ranks]
     late: dict[Comm, float] = {}

@@ -14,7 +14,7 @@ The rules are the same for every microbatch, so what a node waits for is worked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -32,6 +32,8 @@ from megatron_vocabpar.schedule.words.passes import (
     Atom,
     Comm,
     CommType,
+    Instruction,
+    Pair,
     Pass,
     PassType,
 )
@@ -78,6 +80,12 @@ class Numbering:
     def number(self, item: Atom) -> int:
         """The number of an instruction whose stage and microbatch the schedule has."""
         return (self.first_node[item.type] + item.stage) * self.schedule.m + item.microbatch
+
+    def numbers(self, row: Iterable[Instruction]) -> list[int]:
+        """The numbers of a rank's instructions; a pair has that of its F."""
+        first, m = self.first_node, self.schedule.m
+        items = (item.forward if isinstance(item, Pair) else item for item in row)
+        return [(first[item.type] + item.stage) * m + item.microbatch for item in items]
 
     def item(self, number: int) -> Atom:
         return self.item_of(*divmod(number, self.schedule.m))

@@ -323,7 +323,7 @@ def _of_layers(costs: PassCosts, schedule: Schedule, name: str) -> list[float]:
     placement, per_rank = schedule.placement, spread(getattr(costs, name), schedule.p, name)
     shares = _shares(costs, schedule)
     times = [
-        per_rank[placement.rank_of(stage)] * share / schedule.chunks for stage, share in enumerate(shares)
+        per_rank[rank] * share / schedule.chunks for rank, share in zip(placement.ranks, shares, strict=True)
     ]
     times[placement.mtp_stage] += costs.last_stage_extra.get(name, 0.0)
     return times
@@ -354,17 +354,21 @@ def _hidden(
         of_stage = list(_of_stages(costs, schedule, "hidden_ms"))
     else:
         whole, shares = spread(costs.hidden_ms, schedule.p, "hidden_ms"), _shares(costs, schedule)
-        of_stage = [whole[placement.rank_of(stage)] * share / chunks for stage, share in enumerate(shares)]
-    hidden, of_forward, of_backward = {}, passes[PassType.F], passes[PassType.B]
+        of_stage = [whole[rank] * share / chunks for rank, share in zip(placement.ranks, shares, strict=True)]
+    # If no stage hides more than its own F or B, no pair of two stages does.
+    rows = zip(placement.ranks, of_stage, passes[PassType.F], passes[PassType.B], strict=True)
+    for rank, ms, forward_ms, backward_ms in rows:
+        least = min(forward_ms, backward_ms)
+        if ms > least * (1.0 + _ROUNDING):
+            raise ValueError(
+                f"costs: hidden_ms lets F and B of a chunk on rank {rank} hide {ms:g} ms of each other, "
+                f"but the shorter takes {least:g} ms; give F + B - FB, where FB is their time together"
+            )
+    hidden = {}
     for rank in range(schedule.p):
-        for forward, backward in product(placement.stages_of(rank), repeat=2):
-            ms = hidden[forward, backward] = min(of_stage[forward], of_stage[backward])
-            least = min(of_forward[forward], of_backward[backward])
-            if ms > least * (1.0 + _ROUNDING):
-                raise ValueError(
-                    f"costs: hidden_ms lets F and B of a chunk on rank {rank} hide {ms:g} ms of each other, "
-                    f"but the shorter takes {least:g} ms; give F + B - FB, where FB is their time together"
-                )
+        of_rank = [(stage, of_stage[stage]) for stage in placement.stages_of(rank)]
+        for (forward, ms), (backward, other) in product(of_rank, repeat=2):
+            hidden[forward, backward] = ms if ms < other else other
     return hidden
 
 
@@ -386,7 +390,7 @@ def _shares(costs: PassCosts, schedule: Schedule) -> list[float]:
     first = fsum(costs.first_rank_extra.values())
     last = fsum((*costs.last_rank_extra.values(), *costs.last_stage_extra.values()))
     counts = redistribute(layers, p, first, last, layer_work)
-    return [counts[schedule.placement.rank_of(stage)] * p / layers for stage in range(stages)]
+    return [counts[rank] * p / layers for rank in schedule.placement.ranks]
 
 
 def _vocabulary_times(costs: PassCosts, schedule: Schedule) -> dict[PassType, tuple[float, ...]]:

@@ -57,6 +57,13 @@ class Placement:
         return self.num_stages - 1
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        forwards = tuple(range(self.p))
+        back = forwards[::-1] if self.shape == "vshape" else forwards
+        return ((forwards + back) * self.chunks)[: self.num_stages]
+
+    @property
     def first_rank(self) -> int:
         return self.rank_of(0)
 
