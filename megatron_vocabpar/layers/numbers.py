@@ -149,11 +149,24 @@ class TokenGradient(NamedTuple):
         """Those of ``row_gradient``."""
         return self.softmax, self.slopes, self.stats[:, 0], self.target_slope
 
+    def part(self, rows: slice) -> TokenGradient:
+        """That of a chunk of tokens, without extras."""
+        nll, offset, total, deficit, valid, *_ = self.softmax
+        of_softmax = Softmax(nll[rows], offset[rows], total[rows], deficit[rows], valid[rows])
+        slope, lse, _ = self.slopes
+        slopes = Slopes(slope[rows], None if lse is None else lse[rows])
+        cap = None if self.target_slope is None else self.target_slope[rows]
+        return TokenGradient(of_softmax, slopes, self.stats[rows], cap)
+
 
 class TargetGradient(NamedTuple):
-    """A ``RowGradient`` whose ``row`` is in the exponentials already: [n] the gradients at the targets."""
+    """A gradient whose ``row`` is in the exponentials already.
 
-    target: Tensor
+    Attributes:
+        target: [n] the gradients at the targets, or what they are computed from.
+    """
+
+    target: Tensor | TokenGradient
 
 
 Gradient = TokenGradient | RowGradient | TargetGradient

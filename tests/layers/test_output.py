@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_vocabpar.layers.gemm import result_dtype
 from megatron_vocabpar.layers.kernels.dispatch import REFERENCE, use_kernels
-from megatron_vocabpar.layers.numbers import Slopes, Softmax
+from megatron_vocabpar.layers.numbers import Slopes, Softmax, TokenGradient
 from megatron_vocabpar.layers.operands import ShardOptions
 from megatron_vocabpar.layers.output import plain
 from megatron_vocabpar.layers.output.plain import OutputState, output_forward
@@ -66,7 +66,7 @@ def test_what_has_fewer_bytes_is_scaled(
     x, weight = x[:, :hidden], weight[:, :hidden].contiguous()
     scaled: list[int] = []
 
-    def scale_rows(rows: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+    def scale_rows(rows: Tensor, scale: Tensor | TokenGradient, out: Tensor | None = None) -> Tensor:
         scaled.append(rows.shape[1])
         return REFERENCE.scale_rows(rows, scale, out)
 

@@ -497,12 +497,17 @@ def test_finish_and_prepare(
         apart, in_place, only_targets = torch.empty(n, hidden, device=device), on(source), on(source)
         kernels.finish(apart, on(source), on(weight), there, factors)
         kernels.finish(in_place, in_place, on(weight), there, factors)
-        target = TargetGradient(kernels.row_gradient(*gradient.arguments()).target)
+        target = TargetGradient(factors.target if isinstance(factors, RowGradient) else factors)
         kernels.finish(only_targets, only_targets, on(weight), there, target)
         added = on(main_grad)
         scaled, same = kernels.prepare(added, on(x), there, factors), on(x)
         assert kernels.prepare(added, same, there, target) is same
         assert torch.equal(apart, in_place)
+        if not given:  # what scales exponentials
+            row, middle = kernels.row_gradient(*gradient.arguments()).row, slice(n // 3, n)
+            assert torch.equal(kernels.scale_rows(on(source), gradient), kernels.scale_rows(on(source), row))
+            part = kernels.scale_rows(on(source)[middle], gradient.part(middle))
+            assert torch.equal(part, kernels.scale_rows(on(source)[middle], row[middle]))
         results.append([tensor.cpu() for tensor in (apart, only_targets, added, scaled)])
     for expected, got in zip(*results, strict=True):
         rounding = ROUNDING[expected.dtype]

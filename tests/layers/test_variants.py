@@ -35,7 +35,7 @@ from megatron_vocabpar.layers.token_loss import loss_slopes
 
 from .compiled import pretended_driver
 
-MICROBATCHES, RANKS, MOST = 200, 8, 8  # one more where some microbatches scale E, and others dX
+MICROBATCHES, RANKS, MOST = 200, 8, 8
 
 
 def staged(*pieces: Tensor) -> tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ def test_nothing_is_compiled_after_the_warm_up(
             names = Counter(name for name, kernel in launched if id(kernel) not in found)
             assert i < 0 or not names, (i, names)
             found |= {id(kernel) for _, kernel in launched}
-    assert 0 < len(found) <= MOST + (hidden == 1024)
+    assert 0 < len(found) <= MOST
     assert len(launched) >= 5 * MICROBATCHES
 
 

@@ -31,6 +31,7 @@ from megatron_vocabpar.layers.numbers import (
     RowGradient,
     Softmax,
     TargetGradient,
+    TokenGradient,
     empty_softmax,
     row_gradient,
 )
@@ -369,14 +370,16 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
     return out
 
 
-def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+def scale_rows(x: Tensor, scale: Tensor | TokenGradient, out: Tensor | None = None) -> Tensor:
     """Each row of x times its factor, multiplied in the factors' dtype.
 
     Args:
         x: [n, H], untouched.
-        scale: [n] fp32 or fp64.
+        scale: [n] fp32 or fp64, or a gradient, whose ``row`` is meant.
         out: [n, H] like x; None allocates.
     """
+    if isinstance(scale, TokenGradient):
+        scale = row_gradient(*scale.arguments()).row
     if out is not None and x.dtype == out.dtype == scale.dtype:
         return torch.mul(x, scale.unsqueeze(1), out=out)
     scaled = (x.to(scale.dtype) * scale.unsqueeze(1)).to(x.dtype)
@@ -466,7 +469,8 @@ def prepare(main_grad: Tensor, x: Tensor, targets: ShardTargets, gradient: Gradi
 
 def _factors(gradient: Gradient) -> tuple[Tensor | None, Tensor]:
     if isinstance(gradient, TargetGradient):
-        return None, gradient.target
+        target = gradient.target
+        return None, target if isinstance(target, Tensor) else row_gradient(*target.arguments()).target
     factors = gradient if isinstance(gradient, RowGradient) else row_gradient(*gradient.arguments())
     return factors.row, factors.target
 

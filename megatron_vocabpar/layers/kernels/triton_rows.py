@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_vocabpar.layers.kernels.launcher import launched
 from megatron_vocabpar.layers.kernels.triton_exponentials import power_of_two
 from megatron_vocabpar.layers.kernels.triton_stats import factor_arguments, factors
-from megatron_vocabpar.layers.numbers import Gradient, RowGradient, TargetGradient
+from megatron_vocabpar.layers.numbers import Gradient, RowGradient, TargetGradient, TokenGradient
 from megatron_vocabpar.layers.targets import ShardTargets
 
 _BLOCK = 1024
@@ -157,11 +157,11 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             tl.store(here, sums.to(out.dtype.element_ty), mask=inside)
 
 
-def scale_rows(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+def scale_rows(x: Tensor, scale: Tensor | TokenGradient, out: Tensor | None = None) -> Tensor:
     """As ``reference.scale_rows``, for fp32 factors."""
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty_like(x) if out is None else out
-    _finish(out, x, None, RowGradient(scale, scale))
+    _finish(out, x, None, scale if isinstance(scale, TokenGradient) else RowGradient(scale, scale))
     return out
 
 

@@ -201,11 +201,11 @@ def merge(gathered: Tensor, out: Softmax | None = None) -> Softmax:
 
 def factor_arguments(gradient: Gradient) -> tuple[tuple[Tensor | None, ...], int, tuple[int, ...]]:
     """What ``factors`` takes: nine vectors, k's stride and three constants."""
-    if not isinstance(gradient, TokenGradient):
-        target = gradient.target
-        row = target if isinstance(gradient, TargetGradient) else gradient.row
+    given = gradient.target if isinstance(gradient, TargetGradient) else gradient
+    if not isinstance(given, TokenGradient):
+        row, target = (given.row, given.target) if isinstance(given, RowGradient) else (given, given)
         return (row, None, None, None, target, *_NONE), row.stride(0), (False, False, False)
-    softmax, (slope, lse, _), k, cap = gradient
+    softmax, (slope, lse, _), k, cap = given
     slope = slope.float().contiguous()
     nll, of_lse = (None, None) if lse is None else (softmax.nll, lse.float().contiguous())
     numbers = softmax.offset, softmax.total, nll, softmax.target_deficit, softmax.valid

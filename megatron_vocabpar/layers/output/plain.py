@@ -320,9 +320,14 @@ def _scaled_exponentials(
     spared = 2 * n * (hidden * item_bytes - of_e)  # it is read and written
     if spared <= _WORTH_BYTES or x.dtype == torch.float16 or tokens.options.fp8_weight is not None:
         return gradient, pieces
-    factors, kept, scale_rows = _factors(gradient), state.e is not None, tokens.kernels.scale_rows
-    scaled = ((rows, scale_rows(e, part_of(factors.row, rows), None if kept else e)) for rows, e in pieces)
-    return TargetGradient(factors.target), scaled
+
+    def scaled() -> Iterator[tuple[slice, Tensor]]:
+        for rows, e in pieces:
+            part = gradient if len(e) == n else gradient.part(rows)
+            scale = part.row if isinstance(part, RowGradient) else part
+            yield rows, tokens.kernels.scale_rows(e, scale, None if state.e is not None else e)
+
+    return TargetGradient(gradient.target if isinstance(gradient, RowGradient) else gradient), scaled()
 
 
 def _mixed(
