@@ -72,7 +72,7 @@ _LARGEST_LOG = 16.0
 """More than ln E of any E in fp16, a power of two: E ln E divided by it fits where E does."""
 
 _WORTH_BYTES = 48 * 2**20
-"""What two launches more have to spare: an H200's memory takes 13 us for it."""
+"""What one launch more has to spare: an H200's memory takes 13 us for it."""
 
 
 class OutputState(NamedTuple):
