@@ -231,7 +231,7 @@ def _softmax_shards(schedule: Schedule) -> list[int]:
             if item.type is PassType.S:
                 alive += 1
                 peak = max(peak, alive)
-            elif item.type is last:
+            if item.type is last:  # in interlaced the same S
                 alive -= 1
         most.append(peak)
     return most

@@ -31,7 +31,7 @@ Next: ``price.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_vocabpar.plan.job import Job
@@ -101,8 +101,8 @@ class StageMemory:
 
     def with_reserve(self) -> StageMemory:
         """With what PyTorch reserves beyond what is in use, and what is outside PyTorch."""
-        inside = vars(self) | {"reserved": 0.0, "outside": 0.0}
-        return StageMemory(**inside | {"reserved": sum(inside.values()) * RESERVED, "outside": _OUTSIDE})
+        *used, _, _ = vars(self).values()
+        return replace(self, reserved=sum(used) * RESERVED, outside=_OUTSIDE)
 
 
 class Parameters(NamedTuple):
@@ -211,7 +211,7 @@ def stage_memory(
             if first_rank == last_rank:
                 output, inputs = max(output, inputs), 0.0  # at different moments
         count = sum(parameters[rank])
-        inside = (
+        inside = StageMemory(
             count * bytes_.weights,
             count * (bytes_.lean_gradients if job.precision_aware else bytes_.gradients),
             (1.0 - job.offload)
@@ -222,6 +222,5 @@ def stage_memory(
             inputs,
             _WORKSPACES,
         )
-        reserved = sum(inside) * RESERVED, _OUTSIDE
-        stages.append(StageMemory(*inside, *reserved) if outside else StageMemory(*inside))
+        stages.append(inside.with_reserve() if outside else inside)
     return stages

@@ -267,3 +267,12 @@ def test_several_workers_give_the_same() -> None:
     alone = best_layouts(asked, ("vocab-1", "vocab-2"), SOME)
     assert all_choices(asked, ("vocab-1", "vocab-2"), SOME, workers=2) == alone
     assert any(choice.exact for choice in alone)
+
+
+@pytest.mark.parametrize(
+    ("method", "most"), [("interlaced", 1), ("vocab-1", 3), ("vocab-2", 3), ("baseline", 0)]
+)
+def test_a_rank_holds_softmax_shards_until_their_weight_gradient(method: str, most: int) -> None:
+    """In interlaced S itself makes it, before the next S; the others hold those between S and T."""
+    choice = choice_of(request("llama-3.1-8b", 32, 80.0), method, "1f1b")
+    assert [held.softmax_shards for held in choice.held] == [most] * 4
