@@ -79,6 +79,20 @@ def test_what_has_fewer_bytes_is_scaled(
     assert scaled == [rows] * (in_t + in_tw) * shards  # by itself; rows of dX and x in other kernels
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_each_chunk_of_recomputed_exponentials_has_its_own_factors(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Where E is scaled in place of dX and x, and T computes it again by chunks of seven tokens."""
+    monkeypatch.setattr(plain, "_WORTH_BYTES", 0)
+    x, weight, targets, g = batch(dtype)
+    weights = split(weight, even(4))
+    states, softmax = forward("vocab-1", x, weights, targets, even(4), 7, recompute=True)
+    gradients = backward(states, softmax, Slopes(g), weights)
+    expected = reference.output_layer(x, weight, targets, g)
+    check(Result(softmax.nll, *gradients), expected, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("target", [0, 9, 10, V - 1])
 def test_all_targets_the_same(method: str, target: int) -> None:
