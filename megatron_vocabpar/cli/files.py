@@ -105,7 +105,7 @@ def read_plan(path: str, costs: PassCosts | None) -> Plan:
 
 
 def _plan_of_kept(text: str) -> str:
-    """The plan alone of a file of ``pipeline/tuning/kept_plan.py``; another text as it is."""
+    """The plan alone of a file of ``megatron_lm/kept_plan.py``; another text as it is."""
     kept = read_object(text, "the schedule") if '"digest"' in text else {}
     return json.dumps(kept["plan"]) if "plan" in kept else text
 

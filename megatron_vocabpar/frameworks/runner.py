@@ -15,8 +15,8 @@ from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.frameworks.steps import BegunStep, as_megatron, begin_step
 from megatron_vocabpar.megatron_lm.capture import capture_order_of
+from megatron_vocabpar.megatron_lm.first_plan import first_request
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
-from megatron_vocabpar.megatron_lm.planning import plan_request
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel, check_output_layer
@@ -70,7 +70,7 @@ class StepRunner:
     def _build(self, model: PartitionedModel, m: int, chunks: int) -> ForwardBackward:
         config = self._config
         groups = vocab_groups(channels=config.options.channels)
-        request, _ = plan_request(config, groups.pipeline, m, chunks, None)
+        request, _ = first_request(config, config.open_schedules(groups.pipeline, chunks), m, None)
         return ForwardBackward(
             request.method_name,
             groups,

@@ -22,6 +22,28 @@ PROFILE_ITERATIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class OpenSchedules:
+    """The schedules that the flags leave open, for one pipeline size and number of model chunks on each rank.
+
+    The model is built before a search, so a search keeps to one placement: the V shape for two chunks.
+
+    Attributes:
+        families: the families that the schedule may come from.
+        placement: the map from chunks to stages, the same in all of them.
+        most_activations: the most microbatches whose activations a rank may hold; for ``search`` and ``auto``
+            by default what 1F1B needs with vocab-2, else None: what the family needs.
+        has_pairs: the schedule may have pairs, which hide the exchange between experts.
+        splits_w: weight gradients may be separate passes.
+    """
+
+    families: tuple[Family, ...]
+    placement: Placement
+    most_activations: float | None
+    has_pairs: bool
+    splits_w: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FlagConfig:
     """The values of our flags, and what follows from them.
 
@@ -137,33 +159,29 @@ class FlagConfig:
     @property
     def is_placed(self) -> bool:
         """Whether the placement of model chunks may differ from Megatron's."""
-        return any(family.shape != "standard" for family in self.families(2))
+        return any(family.shape != "standard" for family in self._families(2))
 
-    def has_pairs(self, chunks: int) -> bool:
-        """Whether the schedule may have pairs, which hide the exchange between experts."""
-        return any(family.pairs for family in self.families(chunks))
+    def open_schedules(self, p: int, chunks: int) -> OpenSchedules:
+        """What the flags leave open, on ``p`` ranks with this many model chunks each.
 
-    def splits_w(self, chunks: int) -> bool:
-        """Whether weight gradients may be separate passes."""
-        return any(family.splits_w for family in self.families(chunks))
-
-    def most_activations(self, p: int) -> float | None:
-        """Most microbatches whose activations a rank may hold; ``search``, ``auto``: what 1F1B needs."""
-        if self.max_activations is None and self.family in (SEARCH, AUTO):
-            return claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
-        return self.max_activations
-
-    def families(self, chunks: int) -> tuple[Family, ...]:
-        """The families that the schedule may come from, on ranks with this many model chunks.
-
-        The model is built before a search, so a search keeps to one placement: the V shape for two chunks.
+        Raises:
+            ValueError: if there is no rank, or no chunk.
         """
+        fitting, cap = self._families(chunks), self.max_activations
+        shape = fitting[0].shape if fitting else "standard"
+        if cap is None and self.family in (SEARCH, AUTO):
+            cap = claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
+        return OpenSchedules(
+            families=fitting,
+            placement=Placement(p, chunks, shape),
+            most_activations=cap,
+            has_pairs=any(family.pairs for family in fitting),
+            splits_w=any(family.splits_w for family in fitting),
+        )
+
+    def _families(self, chunks: int) -> tuple[Family, ...]:
         if self.family not in (SEARCH, AUTO):
             return (family_named(self.family),)
         shape = "vshape" if chunks == 2 else "standard"
         fitting = (f for f in families().values() if f.shape == shape and f.allows(chunks))
         return tuple(family for family in fitting if self.hides_exchange or not family.pairs)
-
-    def placement(self, p: int, chunks: int) -> Placement:
-        """The map from the chunks of ``p`` ranks to stages."""
-        return Placement(p, chunks, self.families(chunks)[0].shape)

@@ -3,7 +3,7 @@
 The schedule is chosen once the model is there. Which ranks have its layers is settled before, of what is then
 known: the command line, the same on every rank. The planner reads it, with an H100 in place of the device.
 
-Next: ``first_costs.py`` and ``planning.py``, which choose the schedule.
+Next: ``first_plan.py``, which chooses the schedule.
 """
 
 from __future__ import annotations
@@ -64,20 +64,22 @@ def decided(
     given = Given(read_words(argv), "the command line")
     args = _as_arguments(given)
     try:
-        return _decided(config, args, _request(config, given, world_size), prints)
+        chunks = model_chunks(args).numerator
+        return _decided(config, args, _request(config, given, world_size, chunks), chunks, prints)
     except (ValueError, ZeroDivisionError) as error:
         if config.layout:
             raise ValueError(f"--vocab-parallel-layout {config.layout}: {error}") from error
         return config, [f"{config.family} leaves out {BASELINE}: {error}"] if config.leaves_open else []
 
 
-def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> tuple[FlagConfig, list[str]]:
+def _decided(
+    config: FlagConfig, args: Any, request: Request, chunks: int, prints: bool
+) -> tuple[FlagConfig, list[str]]:
     pattern = request.model.pattern and Facts(settings=args).pattern
     layout = pattern if "|" in pattern else written_out(args)
     placing = [name for name in PLACING if getattr(args, name, None) and not (pattern and "hybrid" in name)]
     if placing and (config.layout or not layout):
         raise ValueError(f"{flags(placing)} places the layers; leave it out")
-    chunks = model_chunks(args).numerator
     both = list(_left_open(config, args, request.measured, request.job.p, chunks))
     if not both:  # the rules say what the family needs
         return replace(config, layout=None), []
@@ -107,7 +109,7 @@ def _decided(config: FlagConfig, args: Any, request: Request, prints: bool) -> t
     return _built_for(config, best, chunks, request.max_activations), lines
 
 
-def _request(config: FlagConfig, given: Given, world_size: int) -> Request:
+def _request(config: FlagConfig, given: Given, world_size: int, chunks: int) -> Request:
     """The question to the planner."""
     job = job_of_processes(given, world_size, None if "global-batch-size" in given else 1)
     return Request(
@@ -116,7 +118,7 @@ def _request(config: FlagConfig, given: Given, world_size: int) -> Request:
         hardware_presets()[_DEVICE],
         limit_gib=inf,
         measured=None if config.costs is None else PassCosts.load(config.costs),
-        max_activations=config.most_activations(job.p),
+        max_activations=config.open_schedules(job.p, chunks).most_activations,
     )
 
 
@@ -142,7 +144,7 @@ def _left_open(
     if config.family in (AUTO, SEARCH) and p > 1:
         known = tuple(f for f in families().values() if config.hides_exchange or not f.pairs)
     else:
-        known = config.families(chunks)
+        known = config.open_schedules(p, chunks).families
     for name in [name for name in config.methods if name in _COMPARED] or [config.method]:
         if name == BASELINE != config.method and not _may_be_whole(config, args, measured):
             continue
@@ -184,6 +186,7 @@ def _built_for(config: FlagConfig, best: Choice, chunks: int, cap: float | None)
     """The flags for the fastest choice; they leave open what can be chosen with the model that it needs."""
     if best.method == BASELINE:
         config = replace(config, method=BASELINE)
-    if family_named(best.family) not in config.families(chunks):
+    found = config.open_schedules(best.request.job.p, chunks)
+    if family_named(best.family) not in found.families:
         config = replace(config, method=best.method, family=best.family, max_activations=cap)
     return config

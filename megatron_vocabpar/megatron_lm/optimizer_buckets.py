@@ -66,8 +66,9 @@ def _everywhere(flags: FlagConfig, ddp_config: Any) -> bool:
     """Whether every rank and chunk gets buckets."""
     from megatron.training import get_args
 
+    p = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if not (ddp_config.overlap_grad_reduce and flags.splits_w(chunks)):
+    if not (ddp_config.overlap_grad_reduce and flags.open_schedules(p, chunks).splits_w):
         return False
     return not any(getattr(get_args(), name, False) for name in _KEPT)
 
@@ -88,7 +89,7 @@ def _layout(module: torch.nn.Module, ddp_config: Any) -> Any:
 
 def buckets_of(config: FlagConfig, p: int, t: int, chunks: int) -> str:
     """The method, and after a colon what decides which bucket has which parameters; empty for stock's."""
-    shape = config.placement(p, chunks).shape
+    shape = config.open_schedules(p, chunks).placement.shape
     if not config.partitions_vocabulary and shape == "standard":
         return ""
     layers = "partitioned" if config.partitions_vocabulary else "whole"

@@ -19,46 +19,29 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_vocabpar import __version__
-from megatron_vocabpar.megatron_lm.first_costs import first_costs, layers_of_stages
+from megatron_vocabpar.megatron_lm.first_plan import first_plan
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.flags import FLAGS
-from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
-from megatron_vocabpar.pipeline import heads
-from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
-from megatron_vocabpar.pipeline.tuning.kept_plan import (
+from megatron_vocabpar.megatron_lm.kept_plan import (
     PLAN_FILE,
-    digest,
     keep_costs,
     keep_plan,
-    kept_plan,
 )
+from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
+from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched, Watcher
-from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.price import allowed_ms, fewest_channels
-from megatron_vocabpar.plan.times import StageLayers
 from megatron_vocabpar.runtime.agreement import agree, program_digest, versions
 from megatron_vocabpar.runtime.pass_times import transfer_ms
 from megatron_vocabpar.runtime.streams import limits_channels, machine
 from megatron_vocabpar.runtime.timeline import Timeline
-from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import SEARCH, family_of
-from megatron_vocabpar.schedule.make.generate import Scheduled, make_plan
-from megatron_vocabpar.schedule.make.request import PlanRequest
+from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
-from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts, PassTimes
-from megatron_vocabpar.schedule.times.per_rank import spread
-from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
-
-_EXCHANGE = 0.4
-"""What a pair is taken to hide before anything is measured: this part of the shorter of F and B."""
-
-
-_PLACED_BY = ("pipeline_model_parallel_layout", "hybrid_layer_pattern", "hybrid_override_pattern")
-"""Megatron's arguments that give stages their layers, and are no plain values of its configuration."""
+from megatron_vocabpar.schedule.words.methods import BASELINE
 
 
 def say(line: str) -> None:
@@ -102,30 +85,20 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
     device = next(weight for chunk in chunks for weight in chunk.parameters()).device
-    p = parallel_state.get_pipeline_model_parallel_world_size()
-    stages = layers_of_stages(chunks, config.placement(p, len(chunks)))
-    costs, name, kept, known = _from_rank_0(config, args, chunks[0], device, m, stages)
-    model_config = get_model_config(chunks[0])
-    if depths := heads.depths(model_config):
-        costs = costs or PassCosts.default(p, depths)
-        costs = replace(costs, mtp_depths=depths, mtp_stage=heads.stage_of(model_config))
-    if config.has_pairs(len(chunks)):
-        costs = with_exchange(costs or PassCosts.default(p), p)
-    request, why = plan_request(config, p, m, len(chunks), costs)
-    if why:
-        say(why)
-    request = replace(request, layers=[len(stage.layers) + stage.heads for stage in stages])
-    plans = Plans(request, WriteOrder.of(chunks))
-    plan = plans(m) if kept is None else plan_from_json(kept)
+    first = first_plan(config, args, chunks, m, device)
+    plans = Plans(first.request, WriteOrder.of(chunks))
+    plan = first.kept or plans(m)
     channels = config.options.channels
-    if channels is None and known is not None and limits_channels():
-        channels = channels_of(plan, known)
-        if channels:
-            say(f"collectives of the vocabulary layers have {channels} channels of NCCL")
+    has_collectives = plan.schedule.method.vocabulary_parallel
+    if channels is None and has_collectives and first.known is not None and limits_channels():
+        known, times = first.known, PassTimes.of(plan.costs, plan.schedule)
+        allowed = allowed_ms(simulate(plan).events, times)
+        channels = fewest_channels(known.model, known.job, known.hardware, allowed)
+        say(f"collectives of the vocabulary layers have {channels} channels of NCCL")
     groups = vocab_groups(_patience(args), channels)
     timeline = Timeline(device)
     run = ForwardBackward(
-        request.method_name,
+        first.request.method_name,
         groups,
         device,
         options=config.options,
@@ -138,12 +111,12 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     )
     run.use(plan)
     watchers: list[Watcher] = []
-    if kept is not None:
+    if first.kept is not None:
         plans.measured = plan.costs
         say(f"the plan from measured times in {PLAN_FILE} is used again")
     elif config.profile_iterations:
         measured = partial(_keep_costs, args.save, device)
-        switched = partial(_keep_plan, args.save, name)
+        switched = partial(_keep_plan, args.save, first.name)
         transfer = partial(transfer_ms, groups, partial(_stage_output, chunks[0], call, device))
         watchers.append(
             MeasuredPlan(run, plans, config.profile_iterations, transfer, say, measured, switched)
@@ -153,54 +126,12 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         watchers.append(TimelineFile(run, config.timeline, folder))
     if args.log_throughput:
         watchers.append(IdleTime(run, args.log_interval))
-    agree("plan", {"digest of the plan": program_digest(run.plan(m).program)}, _patience(args) / 2)
+    agree("plan", {"digest of the plan": program_digest(plan.program)}, _patience(args) / 2)
+    if first.why:
+        say(first.why)
     if dist.get_rank() == 0:
-        say(planned(request.family_name, run.plan(m)))
+        say(planned(first.request.family_name, plan))
     return Watched(run, timeline, watchers)
-
-
-def _from_rank_0(
-    config: FlagConfig, args: Any, model: Any, device: torch.device, m: int, stages: Sequence[StageLayers]
-) -> tuple[PassCosts | None, str, str | None, Request | None]:
-    """From rank 0: the costs of first plans, the training's name, its kept plan, the planner's request."""
-    shared: list[Any] = [None]
-    if dist.get_rank() == 0:
-        costs = None if config.costs is None else PassCosts.load(config.costs)
-        name = training_name(config, args, get_model_config(model), costs, device)
-        known, estimated = first_costs(args, m, stages, device) or (None, None)
-        folders = [Path(folder) for folder in (args.save, args.load) if folder]
-        plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
-        shared = [(costs or estimated, name, next(filter(None, plans), None), known)]
-    dist.broadcast_object_list(shared, device=device)
-    return shared[0]
-
-
-def training_name(
-    config: FlagConfig, args: Any, model_config: Any, costs: PassCosts | None, device: torch.device
-) -> str:
-    """A digest of all that the passes' times depend on: a plan is kept for trainings of this name.
-
-    Args:
-        args: Megatron's arguments.
-        model_config: megatron-core's configuration of the model.
-    """
-    return digest(
-        model_config,
-        flags=replace(config, costs=None, profile_iterations=0, timeline=None),
-        costs=costs,
-        sizes=(args.world_size, args.seq_length, args.micro_batch_size, args.padded_vocab_size),
-        layers=[getattr(args, name, None) for name in _PLACED_BY],
-        versions=(__version__, torch.__version__, megatron_version),
-        machine=machine(device),
-    )
-
-
-def channels_of(plan: Plan, known: Request) -> int | None:
-    """The fewest channels of NCCL with which no pass of ``plan`` waits longer; None without collectives."""
-    if not plan.schedule.method.vocabulary_parallel:
-        return None
-    times = PassTimes.of(plan.costs, plan.schedule)
-    return fewest_channels(known.model, known.job, known.hardware, allowed_ms(simulate(plan).events, times))
 
 
 def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> torch.Tensor:
@@ -211,19 +142,6 @@ def _stage_output(model: Any, call: dict[str, Any], device: torch.device) -> tor
         parts *= parallel_state.get_tensor_model_parallel_world_size()
     shape = call["seq_length"] // parts, call["micro_batch_size"], config.hidden_size
     return torch.zeros(shape, dtype=config.pipeline_dtype or config.params_dtype, device=device)
-
-
-def with_exchange(costs: PassCosts, p: int) -> PassCosts:
-    """Costs with something for pairs to hide, a part of the shorter of F and B where they know of nothing."""
-    if costs.hides:
-        return costs
-    if costs.stage_ms:
-        shorter = map(min, costs.stage_ms["F_ms"], costs.stage_ms["B_ms"])
-        return replace(
-            costs, stage_ms={**costs.stage_ms, "hidden_ms": tuple(_EXCHANGE * ms for ms in shorter)}
-        )
-    shorter = map(min, spread(costs.F_ms, p, "F_ms"), spread(costs.B_ms, p, "B_ms"))
-    return replace(costs, hidden_ms=tuple(_EXCHANGE * ms for ms in shorter))
 
 
 def _keep_costs(folder: str | None, device: torch.device, costs: PassCosts) -> None:
@@ -245,48 +163,6 @@ def _said() -> Iterator[None]:
         yield
     except OSError as error:
         say(f"a file of measured times is not kept: {error}")
-
-
-def plan_request(
-    config: FlagConfig, p: int, m: int, chunks: int, costs: PassCosts | None
-) -> tuple[PlanRequest, str]:
-    """The request for the first plan: what the flags ask for, or the fastest for ``m`` microbatches, and why.
-
-    ``--vocab-parallel-family auto`` compares plans under one cap of activations: the given one, or what
-    1F1B needs with vocab-2.
-    """
-    fitting = [family.name for family in config.families(chunks)]
-    asked = PlanRequest(
-        method=config.method,
-        p=p,
-        m=m,
-        family=config.family,
-        chunks=chunks,
-        costs=costs,
-        max_activations=config.max_activations,
-        among=fitting,
-    )
-    if config.family != AUTO:
-        return asked, ""
-    cap = config.most_activations(p)
-    whole = not config.partitions_vocabulary
-    methods = [name for name in config.methods if whole != method_named(name).vocabulary_parallel]
-    known = [name for name in methods if costs is None or name in costs.methods]
-    requests = [
-        replace(asked, method=method, family=family, max_activations=cap)
-        for family in fitting
-        for method in known or methods
-    ]
-    best, *others = choose(map(Scheduled.of, requests), Scheduled.play_in_full)
-    slower = ", ".join(
-        f"{slow.request.method_name} in {slow.request.family_name} {slow.known_ms / best.known_ms - 1:+.1%}"
-        + ("" if slow.is_full else " at least")
-        for slow in others
-    )
-    return best.request, (
-        f"auto takes {best.request.method_name} in {best.request.family_name}, the fastest within {cap:g} "
-        f"microbatches of activations; others: {slower or 'none'}"
-    )
 
 
 def planned(family: str, plan: Plan) -> str:

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS, Binding, recognise
 from megatron_vocabpar.megatron_lm.capture import capture_order_of, order_of_the_layers, order_of_the_schedule
 from megatron_vocabpar.megatron_lm.checkpoints import starting_checkpoint
-from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig, OpenSchedules
 from megatron_vocabpar.megatron_lm.flags import chain
 from megatron_vocabpar.megatron_lm.layouts import layout_notice, model_chunks, place, place_layers
 from megatron_vocabpar.megatron_lm.optimizer_buckets import (
@@ -143,8 +143,8 @@ def leave_to_w(args: Any, config: FlagConfig) -> None:
     Otherwise Megatron's plan would. Call this after Megatron's own checks; the layers themselves are told to
     delay when they are built.
     """
-    chunks = model_chunks(args).numerator
-    if config.has_pairs(chunks) and config.splits_w(chunks):
+    found = config.open_schedules(args.pipeline_model_parallel_size, model_chunks(args).numerator)
+    if found.has_pairs and found.splits_w:
         args.delay_wgrad_compute = False
 
 
@@ -223,7 +223,7 @@ def model_class(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             compare_once()
             options = signature.bind_partial(*args, **kwargs).arguments
-            if flags.splits_w(_model_chunks()):
+            if _open_schedules(flags).splits_w:
                 options["config"].delay_wgrad_compute = True  # layers of Transformer Engine ask for it
             if flags.partitions_vocabulary:
                 options |= _partition(flags.options, options, true_size or true_vocabulary)
@@ -323,14 +323,15 @@ def _zeros_of_padding(options: VocabOptions) -> int:
     return args.hidden_size * (rows - true_size + of_input)
 
 
-def _model_chunks() -> int:
-    """The model chunks on each rank."""
-    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+def _open_schedules(flags: FlagConfig) -> OpenSchedules:
+    """What the flags leave open on the ranks that megatron-core has set up."""
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    return flags.open_schedules(parallel_state.get_pipeline_model_parallel_world_size(), chunks)
 
 
 def _position(flags: FlagConfig, vp_stage: int | None, groups: Any = None) -> ChunkPosition:
     """The position of the chunk that the training script is about to build."""
-    placement = flags.placement(parallel_state.get_pipeline_model_parallel_world_size(), _model_chunks())
+    placement = _open_schedules(flags).placement
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return chunk_position(placement, rank, vp_stage or 0, groups or compat.model_groups())
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatron_vocabpar.cli.main import main
-from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE, keep_plan
+from megatron_vocabpar.megatron_lm.kept_plan import PLAN_FILE, keep_plan
 from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.play.hang import MODELS, iteration_ms
 from megatron_vocabpar.schedule.serialize import plan_to_json

@@ -19,11 +19,10 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import ENABLE, OVERLAP, config_from_argv
-from megatron_vocabpar.megatron_lm.planning import with_exchange
+from megatron_vocabpar.megatron_lm.kept_plan import PLAN_FILE
 from megatron_vocabpar.megatron_lm.replacements import leave_to_w
 from megatron_vocabpar.megatron_lm.rules.check import check
 from megatron_vocabpar.megatron_lm.rules.flags import DELAY
-from megatron_vocabpar.pipeline.tuning.kept_plan import PLAN_FILE
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.training import Log, is_since, pretrain, words
@@ -193,6 +192,6 @@ def test_weight_gradients_are_left_to_w_where_it_is_a_pass(family: str, delays: 
 
 
 def test_the_first_plan_has_something_to_hide() -> None:
-    costs = with_exchange(PassCosts(F_ms=(1.0, 3.0), B_ms=2.0, W_ms=0.0), 2)
+    costs = PassCosts(F_ms=(1.0, 3.0), B_ms=2.0, W_ms=0.0).with_hidden(0.4, 2)
     assert costs.hidden_ms == pytest.approx((0.4, 0.8))
-    assert with_exchange(costs, 2) is costs
+    assert costs.with_hidden(0.4, 2) is costs

@@ -80,7 +80,7 @@ def test_a_layout_is_recommended_with_its_gain_and_set_if_asked_for() -> None:
     assert sum(layers) == 32
     assert layers[0] + layers[-1] < 8  # rank 0 of a V, which has both vocabulary layers
     pairs, _ = decide(f"--vocab-size 32000 --vocab-parallel-family auto {TWO} {EXPERTS}", 32)
-    assert pairs.has_pairs(2)
+    assert pairs.open_schedules(4, 2).has_pairs
 
 
 def test_what_the_planner_cannot_read_stays_as_it_is() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vocabpar.megatron_lm.first_costs import first_costs
+from megatron_vocabpar.megatron_lm.first_plan import first_costs
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.layouts import place_layers

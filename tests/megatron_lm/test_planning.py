@@ -7,27 +7,20 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vocabpar.cli.main import main
+from megatron_vocabpar.megatron_lm.first_plan import first_request
+from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import OVERLAP, config_from_argv
-from megatron_vocabpar.megatron_lm.planning import (
-    check_costs,
-    plan_request,
-    planned,
-    training_name,
-    with_exchange,
-)
+from megatron_vocabpar.megatron_lm.planning import check_costs, planned
 from megatron_vocabpar.megatron_lm.watchers import write_scalars
 from megatron_vocabpar.schedule.make.generate import make_plan
+from megatron_vocabpar.schedule.make.request import PlanRequest
 from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.training import BY_PATTERN, Log, checkout, is_since, pretrain, scalars
@@ -177,66 +170,46 @@ def test_a_measured_plan_is_faster_where_a_rank_is_slower(tmp_path: Path) -> Non
     assert statistics.median(pairs) < 0.0
 
 
-def test_a_plan_is_kept_for_the_same_layers_alone() -> None:
-    sizes = {"world_size": 2, "seq_length": 32, "micro_batch_size": 1, "padded_vocab_size": 128}
-    selective = {"recompute_granularity": "selective"}
-
-    def name(given: dict[str, Any], of_model: dict[str, Any], iterations: int = 4) -> str:
-        config = config_from_argv([*AUTO.split(), "--vocab-parallel-profile-iterations", str(iterations)])
-        model = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2, **of_model)
-        return training_name(config, SimpleNamespace(**sizes | given), model, None, torch.device("cpu"))
-
-    trainings: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, {}),
-        ({"hybrid_layer_pattern": "*-*-|*-*-"}, {}),
-        ({"hybrid_layer_pattern": "*-*-*-|*-"}, {}),
-        ({"hybrid_override_pattern": "*-*-*-*-"}, {}),
-        ({"pipeline_model_parallel_layout": "Ettt|tL"}, {}),
-        ({"pipeline_model_parallel_layout": "Ett|ttL"}, {}),
-        ({"seq_length": 64}, {}),
-        ({}, selective | {"recompute_modules": ["core_attn"]}),
-        ({}, selective | {"recompute_modules": ["mlp"]}),
-        ({}, {"attention_backend": AttnBackend.unfused}),
-    ]
-    names = [name(*training) for training in trainings]
-    assert len(set(names)) == len(names)
-    assert names == [name(*training, iterations=8) for training in trainings]
+def requested(
+    config: FlagConfig, p: int, m: int, chunks: int, costs: PassCosts | None
+) -> tuple[PlanRequest, str]:
+    return first_request(config, config.open_schedules(p, chunks), m, costs)
 
 
 def test_auto_takes_the_fastest_within_the_memory_and_says_why() -> None:
     config = config_from_argv(AUTO.split())
-    request, why = plan_request(config, 2, 4, 1, None)
+    request, why = requested(config, 2, 4, 1, None)
     assert (request.method_name, request.family_name, request.max_activations) == ("vocab-2", "zb-h1", 3)
     assert why.startswith(
         "auto takes vocab-2 in zb-h1, the fastest within 3 microbatches of activations; others"
     )
     assert "vocab-1 in 1f1b +" in why
     costs = PassCosts(10.0, 11.0, 9.0, methods={"vocab-1": {"S_ms": 1.0, "T_ms": 1.0}})
-    request, why = plan_request(config, 2, 4, 2, costs)
+    request, why = requested(config, 2, 4, 2, costs)
     assert request.method_name == "vocab-1"
     assert request.family_name in ("v-half", "v-min", "v-zb")
 
 
 def test_a_search_keeps_to_the_families_of_the_placement() -> None:
     config = config_from_argv(f"{ENABLE} --vocab-parallel-family search".split())
-    assert plan_request(config, 2, 4, 2, None)[0].among == ["v-half", "v-min", "v-zb"]
+    assert requested(config, 2, 4, 2, None)[0].among == ["v-half", "v-min", "v-zb"]
 
 
 def test_auto_and_search_take_pairs_where_the_exchange_is_to_be_hidden() -> None:
     hides = (OVERLAP, "--vocab-parallel-method", "vocab-2")
-    costs = with_exchange(PassCosts.default(4), 4)
-    request, why = plan_request(config_from_argv((*AUTO.split(), *hides)), 4, 12, 2, costs)
+    costs = PassCosts.default(4).with_hidden(0.4, 4)
+    request, why = requested(config_from_argv((*AUTO.split(), *hides)), 4, 12, 2, costs)
     assert request.family_name == "dualpipev"
     assert request.among == ["v-half", "v-min", "v-zb", "dualpipev"]
     assert "auto takes vocab-2 in dualpipev, the fastest within 5 microbatches" in why
     # Nothing to hide, as measured: the same chunks run without pairs.
-    nothing, _ = plan_request(config_from_argv((*AUTO.split(), *hides)), 4, 12, 2, PassCosts.default(4))
+    nothing, _ = requested(config_from_argv((*AUTO.split(), *hides)), 4, 12, 2, PassCosts.default(4))
     assert nothing.family_name in ("v-half", "v-min", "v-zb")
     searching = config_from_argv((*AUTO.replace("auto", "search").split(), *hides))
-    assert plan_request(searching, 4, 12, 3, costs)[0].among == ["interleaved", "1f1b-overlap"]
-    assert searching.has_pairs(2)
-    assert not searching.has_pairs(1)
-    assert not searching.splits_w(3)
+    assert requested(searching, 4, 12, 3, costs)[0].among == ["interleaved", "1f1b-overlap"]
+    assert searching.open_schedules(4, 2).has_pairs
+    assert not searching.open_schedules(4, 1).has_pairs
+    assert not searching.open_schedules(4, 3).splits_w
 
 
 def test_a_cost_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,14 +20,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.tuning.background_plan import BackgroundPlan
-from megatron_vocabpar.pipeline.tuning.kept_plan import (
-    COSTS_FILE,
-    PLAN_FILE,
-    digest,
-    keep_costs,
-    keep_plan,
-    kept_plan,
-)
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
 from megatron_vocabpar.pipeline.tuning.watched import Watched
 from megatron_vocabpar.runtime.pass_times import transfer_ms
@@ -50,7 +40,6 @@ from tests.pipeline.gpt import (
     build_chunks,
     iterate,
     parallel_groups,
-    transformer_config,
 )
 from tests.spawn import run_ranks
 
@@ -266,32 +255,3 @@ def test_the_background_ends_with_the_training() -> None:
         while psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-
-
-def test_a_kept_plan_is_used_for_the_same_training_alone(tmp_path: Path) -> None:
-    config = transformer_config(Case(pp=2))
-    plan = plan_for(PlanRequest(method="vocab-2", p=2, m=3, costs=PassCosts.from_dict(COSTS)))
-    name = digest(config, machine="a")
-    assert kept_plan(tmp_path, name) is None
-    keep_plan(tmp_path / "new", name, plan, before_ms=2.0)
-    text = kept_plan(tmp_path / "new", name)
-    assert text is not None
-    assert plan_from_json(text) == plan
-    file = tmp_path / "new" / PLAN_FILE
-    for other in (
-        digest(config, machine="b"),
-        digest(transformer_config(Case(pp=2, hidden=32)), machine="a"),
-    ):
-        assert kept_plan(tmp_path / "new", other) is None
-    whole = json.loads(file.read_text())
-    for data in ({**whole, "plan": {}}, {"digest": name}, []):
-        file.write_text(json.dumps(data))
-        assert kept_plan(tmp_path / "new", name) is None
-    file.write_text("no JSON")
-    assert kept_plan(tmp_path / "new", name) is None
-
-
-def test_kept_costs_are_a_cost_file(tmp_path: Path) -> None:
-    costs = PassCosts.from_dict(COSTS)
-    keep_costs(tmp_path / "new", costs, "measured here")
-    assert PassCosts.load(tmp_path / "new" / COSTS_FILE) == costs

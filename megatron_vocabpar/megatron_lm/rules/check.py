@@ -121,18 +121,19 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
         config: the values of our flags.
     """
     chunks = model_chunks(args)
-    n, megatron = chunks.numerator, Facts(settings=args)
+    p, megatron = args.pipeline_model_parallel_size, Facts(settings=args)
+    schedules = config.open_schedules(p, max(1, chunks.numerator))  # a rule refuses less than one chunk
     return replace(
         megatron,
         options=config.options,
         method=method_named(config.method),
         spell=spell,
         family=config.family,
-        p=args.pipeline_model_parallel_size,
+        p=p,
         chunks=chunks,
-        splits_w=config.splits_w(n),
-        has_pairs=config.has_pairs(n),
-        in_v=any(family.shape == "vshape" for family in config.families(n)),
+        splits_w=schedules.splits_w,
+        has_pairs=schedules.has_pairs,
+        in_v=schedules.placement.shape == "vshape",
         redistributes=config.redistribute,
         final_stage_layers=config.final_stage_layers,
         profile_iterations=config.profile_iterations,

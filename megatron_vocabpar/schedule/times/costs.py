@@ -177,6 +177,10 @@ class PassCosts:
             ValueError: naming the first missing, unknown or malformed entry.
         """
         check(data, "costs")
+        return PassCosts._of_checked(data, methods)
+
+    @staticmethod
+    def _of_checked(data: Mapping[str, Any], methods: Mapping[str, Method]) -> PassCosts:
         rows = data.get("methods", {})
         for name in rows:
             if name not in methods:
@@ -209,9 +213,24 @@ class PassCosts:
         """
         data = read_costs(path)
         try:
-            return PassCosts.from_dict(data, methods)
+            return PassCosts._of_checked(data, methods)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+    def with_hidden(self, share: float, p: int) -> PassCosts:
+        """These costs where pairs hide time; else with ``share`` of the shorter of F and B to hide.
+
+        Args:
+            share: above 0, at most 1.
+            p: pipeline size.
+        """
+        if self.hides:
+            return self
+        if self.stage_ms:
+            shorter = map(min, self.stage_ms["F_ms"], self.stage_ms["B_ms"])
+            return replace(self, stage_ms={**self.stage_ms, "hidden_ms": tuple(share * ms for ms in shorter)})
+        shorter = map(min, spread(self.F_ms, p, "F_ms"), spread(self.B_ms, p, "B_ms"))
+        return replace(self, hidden_ms=tuple(share * ms for ms in shorter))
 
     @staticmethod
     def paper(p: int, vocab: str = "256k") -> PassCosts:
