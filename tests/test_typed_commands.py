@@ -27,7 +27,7 @@ from lab.losses.theirs import MODULES as MODULES_OF
 from megatron_vocabpar.cli import main as vocabpar
 from tests.faults import warm
 from tests.faults.case import SMALL
-from tests.lab.test_losses import PLAIN
+from tests.slime_module import PLAIN
 from tests.support.typed_commands import ROOT, name_of, typed
 
 TYPED = typed()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vocabpar.collectives import all_gather
+from megatron_vocabpar.gather import all_gather
 from megatron_vocabpar.layers.partition import VocabRange, check_cover, ranges_from_sizes
 
 

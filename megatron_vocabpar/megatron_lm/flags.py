@@ -17,7 +17,7 @@ from typing import Any
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FAMILIES, FlagConfig
 from megatron_vocabpar.option import Option, asked_for, options_of, value_types, wrong_values
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.pipeline.rules.options import conflicts
+from megatron_vocabpar.pipeline.rules.option_rules import conflicts
 from megatron_vocabpar.schedule.make.families import SEARCH
 from megatron_vocabpar.schedule.words.methods import (
     BASELINE,

@@ -15,14 +15,14 @@ from typing import ClassVar
 
 from megatron_vocabpar.megatron_lm.flags import ENABLE, FLAGS, PUBLISHED, Flag, spell
 from megatron_vocabpar.megatron_lm.rules.check import TABLES as RULES
-from megatron_vocabpar.megatron_lm.rules.flags import CHECKPOINTS, PAIRS
-from megatron_vocabpar.megatron_lm.rules.flags import FLAGS as SINGLE
-from megatron_vocabpar.megatron_lm.rules.layouts import CHUNKS, LINES, REDISTRIBUTION
+from megatron_vocabpar.megatron_lm.rules.flag_rules import CHECKPOINTS, PAIRS
+from megatron_vocabpar.megatron_lm.rules.flag_rules import FLAGS as SINGLE
+from megatron_vocabpar.megatron_lm.rules.layout_rules import CHUNKS, LINES, REDISTRIBUTION
 from megatron_vocabpar.option import options_of
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
-from megatron_vocabpar.pipeline.rules.model import HEADS, PLACED, SPLIT_W, WHOLE
-from megatron_vocabpar.pipeline.rules.options import INCOMPATIBLE, Incompatible
+from megatron_vocabpar.pipeline.rules.graph_rules import GRAPHS
+from megatron_vocabpar.pipeline.rules.model_rules import HEADS, PLACED, SPLIT_W, WHOLE
+from megatron_vocabpar.pipeline.rules.option_rules import INCOMPATIBLE, Incompatible
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Table, Text, said
 from megatron_vocabpar.schedule.words.methods import METHODS
 

@@ -18,10 +18,10 @@ from typing import Any
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.layouts import layers_of, model_chunks, written_out
 from megatron_vocabpar.megatron_lm.rules.check import facts_of
-from megatron_vocabpar.megatron_lm.rules.layouts import PLACING
+from megatron_vocabpar.megatron_lm.rules.layout_rules import PLACING
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.model import WHOLE
-from megatron_vocabpar.pipeline.rules.options import OPTIONS
+from megatron_vocabpar.pipeline.rules.model_rules import WHOLE
+from megatron_vocabpar.pipeline.rules.option_rules import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, ask, flags
 from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choice_flags import placing_flags

@@ -28,7 +28,7 @@ from megatron_vocabpar.megatron_lm.optimizer_buckets import (
 from megatron_vocabpar.megatron_lm.patch import Patch, installed, is_here, live_signature, original_of
 from megatron_vocabpar.megatron_lm.planning import build, check_costs, check_same_everywhere
 from megatron_vocabpar.megatron_lm.rules.check import Declared, check, declared, not_run
-from megatron_vocabpar.megatron_lm.rules.layouts import LINES
+from megatron_vocabpar.megatron_lm.rules.layout_rules import LINES
 from megatron_vocabpar.megatron_lm.scripts import check_script
 from megatron_vocabpar.pipeline import compat, heads
 from megatron_vocabpar.pipeline.model.chunks import ChunkPosition, chunk_position, shown_as_rank

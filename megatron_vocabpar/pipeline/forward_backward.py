@@ -37,9 +37,9 @@ from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
-from megatron_vocabpar.pipeline.rules.model import CALLS, TEACHERS, TRAINING, WHOLE
-from megatron_vocabpar.pipeline.rules.options import OPTIONS
+from megatron_vocabpar.pipeline.rules.graph_rules import GRAPHS
+from megatron_vocabpar.pipeline.rules.model_rules import CALLS, TEACHERS, TRAINING, WHOLE
+from megatron_vocabpar.pipeline.rules.option_rules import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.pipeline.split_w.weight_gradients import ChunkLayers, weight_gradients_of
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, create_groups, warm_up

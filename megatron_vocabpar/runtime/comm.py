@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_vocabpar import collectives
+from megatron_vocabpar import gather
 from megatron_vocabpar.runtime.streams import Event, Stream, communicator_options
 
 # Names of the communicators in NCCL's messages and flight recorder, in the order of VocabGroups.
@@ -271,7 +271,7 @@ def all_gather(groups: VocabGroups, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor [...]`` of every member, stacked in member order: ``[members, ...]``."""
     if len(groups.ranks) == 1:
         return tensor.unsqueeze(0).clone()
-    return collectives.all_gather(tensor, groups.collectives)
+    return gather.all_gather(tensor, groups.collectives)
 
 
 def all_reduce(

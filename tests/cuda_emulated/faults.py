@@ -21,7 +21,7 @@ import torch
 
 from megatron_vocabpar.layers import gemm
 from megatron_vocabpar.pipeline import forward_backward
-from megatron_vocabpar.pipeline.output.passes import SoftmaxPasses
+from megatron_vocabpar.pipeline.output.shard_passes import SoftmaxPasses
 from megatron_vocabpar.runtime import streams
 from megatron_vocabpar.schedule.words.passes import Comm, CommType
 from megatron_vocabpar.train import trainer

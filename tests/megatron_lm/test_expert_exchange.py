@@ -22,7 +22,7 @@ from megatron_vocabpar.megatron_lm.flags import ENABLE, OVERLAP, config_from_arg
 from megatron_vocabpar.megatron_lm.kept_plan import PLAN_FILE
 from megatron_vocabpar.megatron_lm.replacements import leave_to_w
 from megatron_vocabpar.megatron_lm.rules.check import check
-from megatron_vocabpar.megatron_lm.rules.flags import DELAY
+from megatron_vocabpar.megatron_lm.rules.flag_rules import DELAY
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from tests.megatron_lm.training import Log, is_since, pretrain, words

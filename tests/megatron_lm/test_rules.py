@@ -11,7 +11,7 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.rules.check import REVIEW_OF, RULED, TABLES, check, facts_of, said_of
-from megatron_vocabpar.megatron_lm.rules.layouts import LINES
+from megatron_vocabpar.megatron_lm.rules.layout_rules import LINES
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule
 from megatron_vocabpar.pipeline.rules.rule import said as shown
 from tests.support.megatron_parser import PLAIN

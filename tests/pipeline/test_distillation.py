@@ -17,8 +17,8 @@ from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.model import TEACHERS, TRAINING
-from megatron_vocabpar.pipeline.rules.options import conflicts
+from megatron_vocabpar.pipeline.rules.model_rules import TEACHERS, TRAINING
+from megatron_vocabpar.pipeline.rules.option_rules import conflicts
 from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.methods import METHODS

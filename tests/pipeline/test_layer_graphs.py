@@ -16,7 +16,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron_vocabpar.pipeline import graphs
 from megatron_vocabpar.pipeline.graphs import LayerGraphs
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
+from megatron_vocabpar.pipeline.rules.graph_rules import GRAPHS
 from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate, make_plan
 from tests.pipeline.cpu_graphs import handed_on_apart

@@ -16,7 +16,7 @@ from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.output.collectives import HiddenStates
 from megatron_vocabpar.pipeline.output.loss import Losses
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.model import WHOLE
+from megatron_vocabpar.pipeline.rules.model_rules import WHOLE
 from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.methods import METHODS

@@ -12,7 +12,7 @@ from megatron_vocabpar.megatron_lm.flags import spell
 from megatron_vocabpar.option import options_of
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.options import INCOMPATIBLE, OPTIONS, conflicts
+from megatron_vocabpar.pipeline.rules.option_rules import INCOMPATIBLE, OPTIONS, conflicts
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Rule, ask, require
 from megatron_vocabpar.schedule.words.methods import METHODS
 

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.model import TEACHERS, TRAINING
+from megatron_vocabpar.pipeline.rules.model_rules import TEACHERS, TRAINING
 from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.methods import METHODS

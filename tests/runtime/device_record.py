@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unrecorded
 
-from megatron_vocabpar import collectives
+from megatron_vocabpar import gather
 from megatron_vocabpar.runtime.comm import VocabGroups
 
 MAIN = "main"
@@ -269,7 +269,7 @@ def recording(recorder: Recorder) -> Iterator[type]:
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         calls = _calls(recorder)
-        stack.enter_context(patch.object(collectives, "_all_gather_single", calls.pop("all_gather_single")))
+        stack.enter_context(patch.object(gather, "_all_gather_single", calls.pop("all_gather_single")))
         stack.enter_context(patch.multiple(dist, **calls))
         stack.enter_context(recorder)
         yield stream_class
@@ -304,5 +304,5 @@ def _calls(recorder: Recorder) -> dict[str, Callable[..., Any]]:
 
     calls = (broadcast, all_reduce, reduce, all_to_all_single, isend, irecv)
     stand_ins = {f.__name__: unless_paused(f, getattr(dist, f.__name__)) for f in calls}
-    gather = unless_paused(all_gather_single, collectives._all_gather_single)
-    return stand_ins | {"all_gather_single": gather}
+    gathers = unless_paused(all_gather_single, gather._all_gather_single)
+    return stand_ins | {"all_gather_single": gathers}

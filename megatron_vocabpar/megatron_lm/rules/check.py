@@ -19,12 +19,12 @@ from typing import Any, Literal
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import spell
 from megatron_vocabpar.megatron_lm.layouts import model_chunks
-from megatron_vocabpar.megatron_lm.rules.flags import CHECKPOINTS, FLAGS, PAIRS
-from megatron_vocabpar.megatron_lm.rules.layouts import CHUNKS, REDISTRIBUTION
+from megatron_vocabpar.megatron_lm.rules.flag_rules import CHECKPOINTS, FLAGS, PAIRS
+from megatron_vocabpar.megatron_lm.rules.layout_rules import CHUNKS, REDISTRIBUTION
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.graphs import GRAPHS
-from megatron_vocabpar.pipeline.rules.model import HEADS, PLACED, SPLIT_W, WHOLE
-from megatron_vocabpar.pipeline.rules.options import OPTIONS
+from megatron_vocabpar.pipeline.rules.graph_rules import GRAPHS
+from megatron_vocabpar.pipeline.rules.model_rules import HEADS, PLACED, SPLIT_W, WHOLE
+from megatron_vocabpar.pipeline.rules.option_rules import OPTIONS
 from megatron_vocabpar.pipeline.rules.rule import IMPOSSIBLE, UNTESTED, Level, Table, ask
 from megatron_vocabpar.schedule.words.methods import method_named
 

@@ -22,7 +22,7 @@ from megatron_vocabpar.pipeline.iteration import Iteration
 from megatron_vocabpar.pipeline.output.chain import OutputChain
 from megatron_vocabpar.pipeline.output.collectives import HiddenStates, OutputCollectives
 from megatron_vocabpar.pipeline.output.loss import DistantLoss, Losses
-from megatron_vocabpar.pipeline.output.passes import InStep, NaivePasses, SoftmaxPasses
+from megatron_vocabpar.pipeline.output.shard_passes import InStep, NaivePasses, SoftmaxPasses
 from megatron_vocabpar.pipeline.split_w.weight_gradients import WeightGradients
 from megatron_vocabpar.runtime.executor import Handlers
 from megatron_vocabpar.schedule.words.passes import CommType, InstructionType, PairType, PassType

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.model import PLACED
+from megatron_vocabpar.pipeline.rules.model_rules import PLACED
 from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.words.placement import Placement
 

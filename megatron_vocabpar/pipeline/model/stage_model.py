@@ -35,7 +35,7 @@ from megatron_vocabpar.pipeline.model.vocab_layers import (
 from megatron_vocabpar.pipeline.model.whole_rows import WholeRows, scatter_rows
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.pipeline.rules.facts import Facts
-from megatron_vocabpar.pipeline.rules.model import HEADS
+from megatron_vocabpar.pipeline.rules.model_rules import HEADS
 from megatron_vocabpar.pipeline.rules.rule import require
 
 

@@ -1,6 +1,6 @@
 """What the output layer's handlers share: how a shard computes, which numbers a token has, and what waits.
 
-Next: ``passes.py``, ``collectives.py``, ``loss.py``.
+Next: ``shard_passes.py``, ``collectives.py``, ``loss.py``.
 """
 
 from __future__ import annotations
