@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from megatron_vocabpar.frameworks.handle import Answer, LogitsHandle, TokenRequest, Wanted
+from megatron_vocabpar.pipeline.call import ForwardStep
 from megatron_vocabpar.pipeline.microbatches import IGNORED
-from megatron_vocabpar.pipeline.recording import ForwardStep, ModelCall, StandIn
+from megatron_vocabpar.pipeline.recording import ModelCall, StandIn
 
 
 class _Remembered:

@@ -11,7 +11,8 @@ import torch
 from megatron_vocabpar.layers.bins import TopLogprobs
 from megatron_vocabpar.layers.extras.distillation import Teacher
 from megatron_vocabpar.pipeline.options import VocabOptions
-from megatron_vocabpar.pipeline.recording import ForwardStep
+
+ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)

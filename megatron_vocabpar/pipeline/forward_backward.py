@@ -32,10 +32,10 @@ from megatron_vocabpar.pipeline.graphs import EngineGraphs, LayerGraphs
 from megatron_vocabpar.pipeline.handlers import handlers_of, runs_layer_plans
 from megatron_vocabpar.pipeline.iteration import Iteration, Rank
 from megatron_vocabpar.pipeline.layer_hooks import watched_layers
-from megatron_vocabpar.pipeline.model.built_for import check_built_for
+from megatron_vocabpar.pipeline.model.built_for import check_built_for, chunk_with_shards
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.pipeline.output.chain import OutputChain
-from megatron_vocabpar.pipeline.preparation import chunk_with_shards, prepare
+from megatron_vocabpar.pipeline.preparation import prepare
 from megatron_vocabpar.pipeline.rules.facts import Facts
 from megatron_vocabpar.pipeline.rules.graph_rules import GRAPHS
 from megatron_vocabpar.pipeline.rules.model_rules import CALLS, TEACHERS, TRAINING, WHOLE

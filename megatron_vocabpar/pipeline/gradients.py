@@ -13,13 +13,16 @@ two chunks on the first rank, each with buckets of its later and of its earlier 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_vocabpar.pipeline import compat
-from megatron_vocabpar.schedule.words.passes import PassType
+from megatron_vocabpar.pipeline.call import Call
+from megatron_vocabpar.schedule.words.passes import Pass, PassType
+from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.schedule import Schedule
 
 
 class Writer(NamedTuple):
@@ -76,6 +79,32 @@ class GradientSync:
         self._unwritten = {writer: dict.fromkeys(parameters) for writer, parameters in written.items()}
         self._complete: list[list[torch.nn.Parameter]] = [[] for _ in chunks]
 
+    @staticmethod
+    def of(
+        call: Call, schedule: Schedule, rank: int, written: Mapping[Writer, Sequence[torch.nn.Parameter]]
+    ) -> GradientSync:
+        """That of a call, with the functions of Megatron's configuration.
+
+        Args:
+            schedule: the passes of all ranks.
+            rank: this pipeline rank.
+            written: as above.
+        """
+        config, placement = call.config, schedule.placement
+        # Megatron aligns stages as all but the first reduce in a bubble; with W there is none.
+        aligned = config.grad_sync_func and not schedule.splits_w
+        grad_sync = _per_chunk(config.grad_sync_func, len(call.chunks)) if aligned else []
+        passes = schedule.ranks[rank]
+        return GradientSync(
+            chunks=call.chunks,
+            no_sync_funcs=_per_chunk(config.no_sync_func or nullcontext, len(call.chunks)),
+            grad_sync_funcs=grad_sync,
+            starts_early=not grad_sync or rank == placement.first_rank,
+            num_microbatches=call.num_microbatches,
+            written=written,
+            runs={writer: sum(_is_of(writer, pass_, placement) for pass_ in passes) for writer in written},
+        )
+
     def before_backward(self, chunk: int) -> None:
         """A backward of ``chunk`` is about to run."""
         self._backwards_left[chunk] -= 1
@@ -129,3 +158,14 @@ class GradientSync:
             return
         while self._complete[chunk]:
             compat.report_gradient(self._chunks[chunk], self._complete[chunk].pop())
+
+
+def _is_of(writer: Writer, pass_: Pass, placement: Placement) -> bool:
+    """Whether this pass is one of ``writer``'s; a vocabulary pass has a rank where others have a stage."""
+    if pass_.type is not writer.type:
+        return False
+    return pass_.type is not PassType.W or placement.chunk_of(pass_.stage) == writer.chunk
+
+
+def _per_chunk(value: Any, chunks: int) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value] * chunks

@@ -20,6 +20,7 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 
+from megatron_vocabpar.pipeline.microbatches import DROPPED, IGNORED
 from megatron_vocabpar.pipeline.recording import ModelCall
 
 _PROCESS = getattr(multi_token_prediction, "process_mtp_loss", None)  # 0.17 and later; else in _postprocess
@@ -118,11 +119,15 @@ def all_losses(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.
 
 
 def embedded_tokens(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
-    """Token ids ``[1 + D, b, s]``: those that the first stage embeds, then those of each further head."""
+    """Token ids ``[1 + D, b, s]``: those that the first stage embeds, then those of each further head.
+
+    Raises:
+        ValueError: if ``forward_step`` passed none to the model.
+    """
     inner: Any = unwrap_model(model)
+    tokens = _given(call.input_ids, "input_ids")
     if depths(inner.config) == 0:
-        assert call.input_ids is not None
-        return call.input_ids.unsqueeze(0)
+        return tokens.unsqueeze(0)
     arguments = _arguments(inner, call)
     ids = [arguments["input_ids"]]
     group = parallel_state.get_context_parallel_group()
@@ -134,15 +139,82 @@ def embedded_tokens(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
     return torch.stack(ids)
 
 
-def head_labels(model: torch.nn.Module, call: ModelCall) -> torch.Tensor:
-    """Target ids ``[1 + D, b, s]`` of all heads."""
+def head_labels(
+    model: torch.nn.Module, call: ModelCall, vocab_size: int | None, drops_masked: bool
+) -> torch.Tensor:
+    """Target ids ``[1 + D, b, s]`` of all heads.
+
+    Of a partitioned vocabulary, masked labels outside it become ``IGNORED``: their losses are not read. The
+    mask is the one that ``forward_step`` passes to the model; what its loss function does is not known yet.
+
+    Args:
+        model: this rank's last chunk.
+        call: the training script's call on the stage with the labels.
+        vocab_size: of a partitioned vocabulary; else None.
+        drops_masked: labels that the mask leaves out become ``DROPPED``.
+
+    Raises:
+        ValueError: if ``forward_step`` passed no labels, no mask where it is needed, or asks the model for
+            what vocabulary parallelism does not have.
+    """
+    labels = _given(call.labels, "labels")
+    if call.kwargs.get("output_processor") is not None:
+        raise ValueError(
+            "forward_step passed an output_processor to the model, which would see the hidden states and the "
+            "whole output layer in place of the loss; vocabulary parallelism has neither on one rank: leave "
+            "it out"
+        )
+    if call.kwargs.get("compute_mtp_loss") is False:
+        raise ValueError(
+            "forward_step passed compute_mtp_loss False to the model, which has the heads of multi-token "
+            "prediction all the same here: leave it out, or train without --mtp-num-layers"
+        )
+    mask = call.kwargs.get("loss_mask")
+    if vocab_size is not None and mask is not None:
+        outside = (labels < 0) | (labels >= vocab_size)
+        labels = labels.masked_fill(outside & (mask == 0), IGNORED)
+        call = call.with_argument("labels", labels)
     inner: Any = unwrap_model(model)
-    assert call.labels is not None
     if depths(inner.config) == 0:
-        return call.labels.unsqueeze(0)
-    heads = _Heads(inner, call.labels.new_ones((1 + depths(inner.config), *call.labels.shape)).float(), False)
-    heads.main_loss(call)
-    return torch.stack([heads.labels[-1], *heads.labels[:-1]])
+        of_heads = labels.unsqueeze(0)
+    else:
+        heads = _Heads(inner, labels.new_ones((1 + depths(inner.config), *labels.shape)).float(), False)
+        heads.main_loss(call)
+        of_heads = torch.stack([heads.labels[-1], *heads.labels[:-1]])
+    return of_heads.masked_fill(_masked(inner, call), DROPPED) if drops_masked else of_heads
+
+
+def _given(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
+    if tensor is None:
+        raise ValueError(
+            f"forward_step passed no {name} to the model; vocabulary parallelism needs token ids on the "
+            "first stage and labels on the last"
+        )
+    return tensor
+
+
+def _masked(model: Any, call: ModelCall) -> torch.Tensor:
+    """Tokens ``[1 + D, b, s]`` that the batch's loss mask leaves out; none of heads that are only logged.
+
+    Megatron shifts the mask for further heads. Its own code is asked how: by the gradient of the sum of all
+    masked losses, 0 where a token has no part in it.
+    """
+    mask = call.kwargs.get("loss_mask")
+    if mask is None:
+        raise ValueError(
+            "drop_masked, but forward_step passed no loss_mask to the model: pass it, as pretrain_gpt.py "
+            "does, or give tokens without a loss labels of -100"
+        )
+    assert call.labels is not None
+    shape = (1 + depths(model.config), *call.labels.shape)
+    losses = mask.new_ones(shape, dtype=torch.float32, requires_grad=True)
+    with torch.enable_grad():
+        total = (main_loss(model, call, losses, training=False) * mask).sum()
+    (grad,) = torch.autograd.grad(total, [losses])
+    masked: torch.Tensor = grad == 0
+    if not getattr(model.config, "mtp_loss_scaling_factor", None):
+        masked[1:] = False
+    return masked
 
 
 def logs_acceptance(config: Any) -> bool:

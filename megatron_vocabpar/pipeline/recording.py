@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
+from megatron_vocabpar.pipeline.call import Call, ForwardStep
+from megatron_vocabpar.schedule.words.placement import Placement
 
 
 def _unknown_loss(*_: Any) -> Any:
@@ -125,3 +126,42 @@ def record_call(forward_step_func: ForwardStep, data_iterator: Iterator[Any] | N
     stand_in = StandIn(model)
     _, loss_func = forward_step_func(data_iterator, stand_in)
     return replace(stand_in.only_call(), loss_func=loss_func)
+
+
+def record_ends(call: Call, placement: Placement, rank: int) -> dict[int, list[ModelCall]]:
+    """The calls that ``forward_step`` makes for the first stage, the loss stage and that before it in a V.
+
+    Each chunk has its own data iterator, as in Megatron.
+
+    Args:
+        rank: this pipeline rank, which records the calls of its own stages.
+    """
+    has_loss = rank == placement.p - 1
+    ends = [0] * (rank == placement.first_rank) + [placement.loss_stage] * has_loss
+    if has_loss and placement.loss_stage != placement.last_stage:
+        ends.append(placement.loss_stage - 1)
+    return {
+        stage: record_calls(
+            call.forward_step_func, call.data_iterators[chunk], call.chunks[chunk], call.num_microbatches
+        )
+        for stage, chunk in ((stage, placement.chunk_of(stage)) for stage in dict.fromkeys(ends))
+    }
+
+
+def replayed_calls(
+    recorded: Mapping[int, list[ModelCall]], placement: Placement, rank: int
+) -> dict[int, list[ModelCall]]:
+    """By stage, the calls that its layers get: a batch on the model's first and last stages alone.
+
+    ``forward_step`` takes the last rank's last chunk for the last stage and gives it the batch: tokens,
+    positions, masks and ends of packed sequences. In a V-shaped placement that is a stage in the middle. So
+    there the last stage gets the call of the first, which is on its rank, and the stage of the loss that of
+    the stage before, which is on its rank too and in the middle for Megatron as well.
+    """
+    calls = dict(recorded)
+    if placement.loss_stage != placement.last_stage:
+        if rank == placement.last_rank:
+            calls[placement.last_stage] = list(recorded[0])
+        if rank == placement.p - 1:
+            calls[placement.loss_stage] = recorded[placement.loss_stage - 1]
+    return calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 
 from megatron_vocabpar.layers.partition import ranges_from_sizes
 from megatron_vocabpar.layers.targets import shard_targets
+from megatron_vocabpar.pipeline.heads import head_labels
 from megatron_vocabpar.pipeline.microbatches import Microbatches
-from megatron_vocabpar.pipeline.preparation import _labels
 from megatron_vocabpar.pipeline.recording import ModelCall, record_call, record_calls
 
 
@@ -29,7 +28,7 @@ def _recorded(**options: Any) -> ModelCall:
 def test_what_the_model_is_passed_is_refused_not_left_out(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=rf"passed (an )?{name} .* leave it out"):
-        _labels(_recorded(**options), SimpleNamespace(), None)  # type: ignore[arg-type]
+        head_labels(torch.nn.Module(), _recorded(**options), None, drops_masked=False)
 
 
 @pytest.mark.parametrize(("documents", "kept"), [((4, 4, 4, 4), 1), ((4, 4, 2, 4), 3), ((4, 2, 4, 4), 4)])

@@ -7,12 +7,12 @@ later, and a program of your own may give any plan. So every decision of the mod
     ------------------------------------  ----------------------  ----------------------------------------
     vocabulary layers whole or in shards  model_choice.decided    is refused: ForwardBackward.use, plan
     model chunks on a rank                Megatron                is refused: check_built_for
-    which rank has which stage            FlagConfig.placement    is refused: check_built_for
+    which rank has which stage            the family's shape      is refused: check_built_for
     further heads, and their stage        the layout              is refused: check_built_for
     layers of a stage                     the layout              cannot: plans count the layers as built
-    whether layers can delay gradients    FlagConfig.splits_w     with W: is refused where they cannot;
+    whether layers can delay gradients    the open families       with W: is refused where they cannot;
                                                                   without W: B computes them (split_w/)
-    buckets of gradients on every rank    FlagConfig.splits_w     runs: each gradient is reported when it
+    buckets of gradients on every rank    the open families       runs: each gradient is reported when it
                                                                   is complete (gradients.py)
     Megatron's plans of layers (pairs)    --overlap-moe-expert-   runs: the same plans, F and B by turns
                                           parallel-comm
@@ -29,7 +29,26 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vocabpar.pipeline import heads
+from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from megatron_vocabpar.schedule.words.methods import Method
 from megatron_vocabpar.schedule.words.schedule import Schedule
+
+
+def chunk_with_shards(method: Method, chunks: Sequence[torch.nn.Module]) -> PartitionedModel | None:
+    """The chunk of this rank that holds the vocabulary shards, unwrapped; None if there are none.
+
+    Raises:
+        ValueError: if the method partitions the vocabulary and the first chunk cannot.
+    """
+    if not method.vocabulary_parallel:
+        return None
+    model = unwrap_model(chunks[0])
+    if not isinstance(model, PartitionedModel):
+        raise ValueError(
+            f"method {method.name} needs a VocabParallelGPTModel, got {type(model).__name__}; "
+            "build the model with it, or use method baseline"
+        )
+    return model
 
 
 def check_built_for(schedule: Schedule, chunks: Sequence[torch.nn.Module], rank: int, config: Any) -> None:

@@ -29,8 +29,8 @@ def resident_beside_layers(events: Events, types: Collection[CommType] = COLLECT
 
 def busy_share(events: Events) -> tuple[float, ...]:
     """For each rank, the share of the iteration in which it runs passes."""
-    schedule, number, whole = events.numbering.schedule, events.numbering.number, max(events.ends)
-    rows = [joined((events.starts[k], events.ends[k]) for k in map(number, row)) for row in schedule.ranks]
+    schedule, numbers, whole = events.numbering.schedule, events.numbering.numbers, max(events.ends)
+    rows = [joined((events.starts[k], events.ends[k]) for k in numbers(row)) for row in schedule.ranks]
     return tuple(sum(end - start for start, end in row) / whole for row in rows)
 
 
@@ -46,7 +46,7 @@ def resident(events: Events, rank: int, types: Collection[CommType] = COLLECTIVE
 def _numbers(events: Events, rank: int, types: Collection[CommType]) -> Iterator[int]:
     """The parts in collectives, and the receives, that a rank launched."""
     numbering, schedule = events.numbering, events.numbering.schedule
-    own_stages = [stage for stage in range(numbering.width) if schedule.placement.rank_of(stage) == rank]
+    own_stages = schedule.placement.stages_of(rank)
     for type_ in types:
         for stage in [rank] if type_ in COLLECTIVES else own_stages:
             first = (numbering.first_node[type_] + stage) * schedule.m
@@ -56,7 +56,7 @@ def _numbers(events: Events, rank: int, types: Collection[CommType]) -> Iterator
 def layers(events: Events, rank: int) -> list[Interval]:
     """When a rank's layers run: ms, in order, disjoint."""
     row = events.numbering.schedule.ranks[rank]
-    numbers = (events.numbering.number(item) for item in row if item.type in LAYERS)
+    numbers = events.numbering.numbers(item for item in row if item.type in LAYERS)
     return joined((events.starts[k], events.ends[k]) for k in numbers)
 
 
