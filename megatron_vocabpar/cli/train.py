@@ -1,13 +1,14 @@
 """``vocabpar train``: the options, generated from ``TrainConfig``, and the job's exit codes.
 
 Exit code 0: done; 1: a rank failed; 2: bad input; 130: Ctrl-C; 143: SIGTERM.
-Next: ``train/job.py``.
+Next: ``train/job.py`` (the job), ``train/report.py`` (its results page).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,16 @@ def _train(context: click.Context, **options: Any) -> None:
     """
     require_modules()
     from megatron_vocabpar.runtime.processes import ProcessFailed
-    from megatron_vocabpar.train.job import run_job
+    from megatron_vocabpar.train.job import run_job, torchrun_rank
+    from megatron_vocabpar.train.report import reported
 
     ours = (click.core.ParameterSource.DEFAULT, None)
     named = {name for name in options if context.get_parameter_source(name) not in ours}
+    config = config_from_options(options, named)
+    reports = torchrun_rank() in (None, 0)
     try:
-        run_job(config_from_options(options, named), click.echo)
+        with reported(Path(config.output), click.echo) if reports else nullcontext():
+            run_job(config, click.echo)
     except ProcessFailed as failed:
         raise RunFailed("train", str(failed)) from failed
 

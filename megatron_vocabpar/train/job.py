@@ -1,10 +1,10 @@
-"""A whole job, in order: check, prepare the data, train with each method, report.
+"""A whole job, in order: check, make the schedules, prepare the data, train with each method.
 
 Nothing is written to the results folder before the checks and the preparation have passed. ``vocabpar train``
 starts the ranks of each method as processes of this machine. Under torchrun it is itself one rank: rank 0
-prepares and reports, and all ranks train one method after the other.
+prepares, and all ranks train one method after the other.
 
-Next: ``trainer.py`` (one rank), ``report.py`` (the results page).
+Next: ``trainer.py`` (one rank), ``report.py`` (the results page, which the command writes in the end).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ from megatron_vocabpar.train import output
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.config_checks import check, resolve_device
 from megatron_vocabpar.train.prepare import DataFiles, prepare, quiet_megatron
-from megatron_vocabpar.train.report import write_report
 from megatron_vocabpar.train.schedules import describe, plan_method
 
 if TYPE_CHECKING:
@@ -41,6 +40,12 @@ _ENVIRONMENT = {
 }
 
 
+def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The rank of this process if torchrun has started it; None if a job starts its own ranks."""
+    is_rank = "RANK" in environment and "WORLD_SIZE" in environment
+    return int(environment["RANK"]) if is_rank else None
+
+
 def run_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.environ) -> None:
     """Run a job: start its ranks as processes of this machine, or run as a rank that torchrun has started.
 
@@ -48,22 +53,16 @@ def run_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.e
         ValueError: for a job that cannot run; nothing has been written.
         ProcessFailed, Stopped: as ``runtime.processes.run``.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    if torchrun_rank(environment) is not None:
         _run_rank(config, say)
         return
     from megatron_vocabpar.runtime.processes import run
 
     with open_job(config, say, environment) as folders:
-        try:
-            for folder in folders:
-                job = output.read_config(folder)
-                say(f"training {job.method} on {job.world_size} processes ({job.device})")
-                run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
-        except BaseException:
-            with suppress(OSError, ValueError):  # before the first step there is nothing to show
-                write_report(Path(config.output))
-            raise
-        say(write_report(Path(config.output)))
+        for folder in folders:
+            job = output.read_config(folder)
+            say(f"training {job.method} on {job.world_size} processes ({job.device})")
+            run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
 
 
 def run_method(folder: str) -> None:
@@ -108,8 +107,6 @@ def _run_rank(config: TrainConfig, say: Say) -> None:
             if rank == 0:
                 say(f"training {job.method} on {size} processes ({job.device})")
             _train(job, device)
-        if rank == 0:
-            say(write_report(Path(config.output)))
     if jobs:
         dist.destroy_process_group()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,28 @@ _FILES = {
     output.CHECKPOINT_FOLDER: "the trained model",
 }
 _PERFETTO = "https://ui.perfetto.dev"
+
+
+@contextmanager
+def reported(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Write the report of the job that runs in this context, and say what it shows.
+
+    A job that ends by an error is reported too, by what it left, if it has written metrics.
+    """
+    before = _metrics_written(folder)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, ValueError):  # the job's error is told, not that of its report
+            if _metrics_written(folder) != before:
+                write_report(folder)
+        raise
+    say(write_report(folder))
+
+
+def _metrics_written(folder: Path) -> dict[Path, int]:
+    """When each method's metrics were last written, in ns."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob(f"*/{output.METRICS_FILE}")}
 
 
 def write_report(folder: Path) -> str:

@@ -96,8 +96,8 @@ def processes() -> Iterator[Fault]:
         yield Fault(f"stopped-{name}", code, "vocabpar train: interrupted", plant=at(1, 2, "1F0", by(number, parent=True)))
         yield Fault(f"stopped-{name}-to-all", code, "vocabpar train: interrupted", plant=at(0, 3, "0F1", plants.to_both(number)))
         yield Fault(f"stopped-{name}-while-saving", code, "vocabpar train: interrupted", SAVING_TWICE, plant=while_saving(1, by(number, parent=True)))
-    for name, function in (("check", "check"), ("prepare", "prepare"), ("report", "write_report")):
-        yield Fault(f"stopped-SIGINT-in-{name}", 130, "vocabpar train: interrupted", plant=instead("megatron_vocabpar.train.job", function, by(INT)))
+    for name, module, function in (("check", "job", "check"), ("prepare", "job", "prepare"), ("report", "report", "write_report")):
+        yield Fault(f"stopped-SIGINT-in-{name}", 130, "vocabpar train: interrupted", plant=instead(f"megatron_vocabpar.train.{module}", function, by(INT)))
     yield Fault("stopped-ctrl-c-by-the-shell", 130, "vocabpar train: interrupted", real=True, meanwhile=_interrupted_soon)
     interrupts = f"import os; os.kill(os.getpid(), {int(INT)})"
     yield Fault(
@@ -280,7 +280,7 @@ def files() -> Iterator[Fault]:
         )
     yield on_resume("files-disk-full-at-metrics", 1, r"rank 0 raised OSError: ", plant=at(0, 5, "0F0", plants.no_more_than(700)))
     yield on_resume(
-        "files-disk-full-at-report", 2, r"cannot use .*File too large", plant=instead("megatron_vocabpar.train.job", "write_report", plants.no_more_than(100))
+        "files-disk-full-at-report", 2, r"cannot use .*File too large", plant=instead("megatron_vocabpar.train.report", "write_report", plants.no_more_than(100))
     )
 
 

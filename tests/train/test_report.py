@@ -20,7 +20,7 @@ from megatron_vocabpar.schedule.simulate import simulate
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import method_config, open_method, open_output
 from megatron_vocabpar.train.plots import COLOURS, plot_losses, plot_memory
-from megatron_vocabpar.train.report import write_report
+from megatron_vocabpar.train.report import reported, write_report
 from megatron_vocabpar.train.tables import (
     Difference,
     as_text,
@@ -107,13 +107,13 @@ def trained(tmp_path: Path, *methods: str, **values: Any) -> Path:
     return tmp_path / "out"
 
 
-def reported(tmp_path: Path, **values: Any) -> tuple[Path, str]:
+def results(tmp_path: Path, **values: Any) -> tuple[Path, str]:
     folder = trained(tmp_path, **values)
     return folder, write_report(folder)
 
 
 def test_report_of_a_comparison(tmp_path: Path) -> None:
-    output, shown = reported(tmp_path, compare=("baseline",))
+    output, shown = results(tmp_path, compare=("baseline",))
     (difference,) = json.loads((output / "comparison.json").read_text())
     assert difference["method"] == "vocab-2"
     assert 0 < difference["absolute"] < 2.1e-6
@@ -128,7 +128,7 @@ def test_report_of_a_comparison(tmp_path: Path) -> None:
 
 
 def test_report_of_one_method(tmp_path: Path) -> None:
-    output, shown = reported(tmp_path)
+    output, shown = results(tmp_path)
     assert not (output / "comparison.json").exists()
     assert "Largest difference" not in shown
     curve = loss_curve(records(40, noise=2e-6))
@@ -136,7 +136,7 @@ def test_report_of_one_method(tmp_path: Path) -> None:
 
 
 def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
-    output, _ = reported(tmp_path, compare=("baseline",))
+    output, _ = results(tmp_path, compare=("baseline",))
     page = (output / "index.html").read_text()
     assert "<h1>vocab-2: 1.00 times the tokens/s of baseline, losses within " in page
     assert page.count("<main>") == page.count("</main>") == 1
@@ -204,6 +204,28 @@ def test_the_page_of_a_job_that_ended_early_says_so(tmp_path: Path) -> None:
     (complete / "metadata.json").write_text("{}")
     write_report(folder)
     assert "add <code>--resume</code>." in (folder / "index.html").read_text()
+
+
+def test_a_job_that_fails_is_reported_by_what_it_left(tmp_path: Path) -> None:
+    """One that is refused, or fails before its first step, leaves the page as it is."""
+    folder, said = tmp_path / "out", list[str]()
+
+    def fails() -> None:
+        with reported(folder, said.append):
+            trained(tmp_path, compare=("baseline",))
+            raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        fails()
+    assert "<h2>Training</h2>" in (folder / "index.html").read_text()
+    (folder / "index.html").write_text("old")
+    with pytest.raises(KeyboardInterrupt), reported(folder, said.append):
+        raise KeyboardInterrupt
+    assert (folder / "index.html").read_text() == "old"
+    assert said == []
+    with reported(folder, said.append):
+        pass
+    assert said[0].endswith(f"results: {folder / 'index.html'}")
 
 
 def test_the_page_shows_the_measured_timeline_below_the_plan(tmp_path: Path) -> None:
