@@ -30,9 +30,10 @@ METRICS_FILE = "metrics.jsonl"
 SCHEDULE_DATA_FILE = "schedule.json"
 EMULATION_FILE, EMULATION_PICTURE_FILE = "emulation.json", "emulation.svg"
 SCHEDULES_PICTURE_FILE, SCHEDULES_PAGE_FILE = "schedules.svg", "schedules.html"
-MEMORY_PICTURE_FILE = "memory.png"
+LOSS_PICTURE_FILE, MEMORY_PICTURE_FILE = "loss.png", "memory.png"
+PAGE_FILE = "index.html"
 REPORT_FILES = (
-    "index.html", "loss.png", "comparison.json", "summary.json", EMULATION_FILE, EMULATION_PICTURE_FILE,
+    PAGE_FILE, LOSS_PICTURE_FILE, "comparison.json", "summary.json", EMULATION_FILE, EMULATION_PICTURE_FILE,
     SCHEDULES_PICTURE_FILE, SCHEDULES_PAGE_FILE, MEMORY_PICTURE_FILE,
 )  # fmt: skip
 

@@ -5,9 +5,11 @@ All pages share ``page.css``. Standard library only.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 
 
 class Html(str):
@@ -35,15 +37,33 @@ def quiet(*content: str) -> Html:
     return element("p", *content, class_="quiet")
 
 
-def headings(names: Sequence[str], left: Sequence[str] = ()) -> Html:
-    """A table's first row; names in ``left`` stand above texts."""
-    kinds = dict.fromkeys(left, "left")
-    return element("tr", *(element("th", name, scope="col", class_=kinds.get(name, "")) for name in names))
+def link(path: str) -> Html:
+    """A link to a file beside the page, under its path."""
+    return element("a", path, href=path)
 
 
-def table(rows: Iterable[Html]) -> Html:
-    """Rows as a table, which scrolls where it is wider than the page."""
-    return element("div", element("table", joined(rows)), class_="wide")
+def picture(path: Path, caption: str) -> Html:
+    """A PNG or SVG file above its caption; the page holds the file's content."""
+    is_svg = path.suffix == ".svg"
+    kind, data = "svg+xml" if is_svg else "png", base64.b64encode(path.read_bytes()).decode()
+    shown = {"src": f"data:image/{kind};base64,{data}", "class_": "wide" if is_svg else ""}
+    return element("figure", element("img", alt=caption, **shown), element("figcaption", caption))
+
+
+def table(cells: Sequence[Sequence[str]]) -> Html:
+    """Rows of texts as a table, which scrolls where it is wider than the page.
+
+    The first row is the heading, and the first cell of every further row is its name.
+    """
+    (first, *names), *rows = cells
+    heading = (element("th", first, scope="col", class_="left"), *(_heading(name) for name in names))
+    named = ((element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows)
+    lines = joined(element("tr", *line) for line in (heading, *named))
+    return element("div", element("table", lines), class_="wide")
+
+
+def _heading(name: str) -> Html:
+    return element("th", name, scope="col")
 
 
 def page(title: str, body: Iterable[str], kind: str = "") -> str:
