@@ -65,12 +65,14 @@ def check_source(text: str | None) -> None:
 
 
 def read_corpus(text: str | None) -> Corpus:
-    """Read a source that is not an indexed dataset.
+    """Read a source that ``check_source`` lets pass and that is not an indexed dataset.
 
     Args:
         text: a file, a folder (its text files, others are skipped), or None for the standard library.
+
+    Raises:
+        ValueError: for a source without text.
     """
-    check_source(text)
     if text is None:
         name, paths = "the standard library's Python source", _files(_standard_library(), "*.py")
     else:
