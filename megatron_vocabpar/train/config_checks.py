@@ -51,11 +51,11 @@ def check_run(
     """
     _check_values(config)
     _check_layers(config)
-    for method in config.methods:
-        fitting_families(config, method)
     _check_model(config)
     _check_processes(config, environment, gpus)
     _check_vocabulary(config)
+    for method in config.methods:
+        fitting_families(config, method)
 
 
 def resolve_device(
