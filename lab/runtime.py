@@ -49,7 +49,7 @@ def _run_rank(config: TrainConfig) -> RuntimeResult:
     from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_groups
     from megatron_vocabpar.runtime.streams import backend, default_device
     from megatron_vocabpar.schedule.words.placement import Placement
-    from megatron_vocabpar.train.cpu import megatron_on
+    from megatron_vocabpar.train.core_on_cpu import megatron_on
     from megatron_vocabpar.train.state import build_chunks
     from megatron_vocabpar.train.trainer import forward_step
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_vocabpar.pipeline.options import VocabOptions
     from megatron_vocabpar.schedule.make.generate import make_plan
     from megatron_vocabpar.schedule.simulate import simulate
-    from megatron_vocabpar.train.cpu import megatron_on_cpu
+    from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
     from megatron_vocabpar.train.initial_weights import initialise_weights
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ _FACE = {
     "VocabParallelGPTModel": "pipeline.model.gpt",
     "initialise_weights": "train.initial_weights",
     "make_plan": "schedule.make.generate",
-    "megatron_on_cpu": "train.cpu",
+    "megatron_on_cpu": "train.core_on_cpu",
     "simulate": "schedule.simulate",
     "losses": "",
 }

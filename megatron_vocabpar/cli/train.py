@@ -1,7 +1,7 @@
 """``vocabpar train``: the options, generated from ``TrainConfig``, and the job's exit codes.
 
 Exit code 0: done; 1: a rank failed; 2: bad input; 130: Ctrl-C; 143: SIGTERM.
-Next: ``train/job.py`` (the job), ``train/report.py`` (its results page).
+Next: ``train/run_job.py`` (the job), ``train/report.py`` (its results page).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _train(context: click.Context, **options: Any) -> None:
     """
     require_modules()
     from megatron_vocabpar.runtime.processes import ProcessFailed
-    from megatron_vocabpar.train.job import run_job, torchrun_rank
     from megatron_vocabpar.train.report import reported
+    from megatron_vocabpar.train.run_job import run_job, torchrun_rank
 
     ours = (click.core.ParameterSource.DEFAULT, None)
     named = {name for name in options if context.get_parameter_source(name) not in ours}

@@ -52,7 +52,7 @@ def train(device: str, method: str, dtype: str, pp: int, folder: str, vocab_size
         require_modules()
     except ModuleNotFoundError as error:
         return Finding("not run", reason=str(error))
-    from megatron_vocabpar.train.job import run_job
+    from megatron_vocabpar.train.run_job import run_job
 
     run_job(config, print, environment={})
     curve = losses(method)

@@ -3,7 +3,7 @@
 A field is an option, and its flag, help, default and limits are defined here alone. Ranks read the record
 as JSON.
 
-Next: ``config_checks.py`` (rules between the fields), then ``job.py`` (what a job does).
+Next: ``config_checks.py`` (rules between the fields), then ``run_job.py`` (what a job does).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The checks on a ``TrainConfig`` that need no process.
 
 A failure is one ``ValueError`` that names the flag, its value and the remedy. The checks write nothing: a
-refused job leaves the results folder as it was. Next: ``output.py`` (the results folder), then ``job.py``.
+refused job leaves the results folder as it was. Next: ``output.py`` (the results folder), ``run_job.py``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m megatron_vocabpar.train.on_cpu pretrain_gpt.py arguments
 
 Megatron's training loop asks CUDA for devices, memory figures, streams and random states, and passes
-torch.distributed options that gloo does not take. One table answers in CUDA's place; ``cpu.py`` has what
-megatron-core itself needs. The script starts through our launcher, or by itself where it imports our adaptor.
-Peaks of memory are those of the whole process.
+torch.distributed options that gloo does not take. One table answers in CUDA's place; ``core_on_cpu.py`` has
+what megatron-core itself needs. The script starts through our launcher, or by itself where it imports our
+adaptor. Peaks of memory are those of the whole process.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def stand_in() -> None:
 def main(argv: list[str]) -> None:
     stand_in()
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-    from megatron_vocabpar.train.cpu import megatron_on_cpu
+    from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 
     skip_compilation()
     make_up_fewer_documents()

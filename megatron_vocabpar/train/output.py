@@ -8,16 +8,14 @@
     <output>/<method>/schedule.json     the schedule they run
     <output>/<method>/checkpoint/ …     the ranks' results (``trainer.py``)
 
-Next: ``job.py``, which fills it.
+Next: ``run_job.py``, which fills it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_vocabpar.schedule.words.methods import METHODS
@@ -153,34 +151,19 @@ def read_config(folder: Path) -> TrainConfig:
         raise ValueError(f"cannot read {path} ({error}); give the folder of a job's results") from error
 
 
-@contextmanager
-def open_output(config: TrainConfig) -> Iterator[None]:
+def open_output(config: TrainConfig) -> None:
     """Create the results folder and write the job into it, after ``check_output``.
 
-    ``overwrite`` first removes an earlier job's files; files that no job writes stay. Until the end no other
-    job of this machine takes the folder.
-
-    Raises:
-        ValueError: if a job that still runs has the folder.
+    ``overwrite`` first removes an earlier job's files; files that no job writes stay.
     """
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / CONFIG_FILE).open("a") as job:
-        try:
-            fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"--output {folder} belongs to a job that still runs; wait for it, or give another folder"
-            ) from error
-        if config.overwrite:
-            for name in METHODS:
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in REPORT_FILES:
-                (folder / name).unlink(missing_ok=True)
-        job.truncate(0)  # in place, as the lock is on this very file
-        job.write(config.to_json())
-        job.flush()
-        yield
+    if config.overwrite:
+        for name in METHODS:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in REPORT_FILES:
+            (folder / name).unlink(missing_ok=True)
+    (folder / CONFIG_FILE).write_text(config.to_json())
 
 
 def open_method(config: TrainConfig) -> Path:

@@ -1,7 +1,7 @@
 """The schedule of each method of a job: the families in which its model can be trained, and the choice.
 
 A schedule is made once, before any process starts. Every rank reads the same ``schedule.json``, from which
-its model chunks follow. Next: ``schedule/make/generate.py``; ``job.py``, which writes it for the ranks.
+its model chunks follow. Next: ``schedule/make/generate.py``; ``run_job.py``, which writes it for the ranks.
 """
 
 from __future__ import annotations

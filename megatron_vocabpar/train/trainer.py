@@ -31,7 +31,7 @@ from megatron_vocabpar.schedule.draw.pictures import write_pictures
 from megatron_vocabpar.schedule.serialize import plan_from_json
 from megatron_vocabpar.train import output
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.cpu import megatron_on
+from megatron_vocabpar.train.core_on_cpu import megatron_on
 from megatron_vocabpar.train.datasets import build_datasets, microbatches
 from megatron_vocabpar.train.metrics import Metrics
 from megatron_vocabpar.train.prepare import DataFiles

@@ -46,7 +46,7 @@ def test_a_signal_while_processes_run_is_one_line(
     def ended(*_: object) -> None:
         raise Stopped(sent)
 
-    monkeypatch.setattr("megatron_vocabpar.train.job.run_job", ended)
+    monkeypatch.setattr("megatron_vocabpar.train.run_job.run_job", ended)
     result = CliRunner().invoke(command.main, ["train"])
     assert (result.exit_code, result.stderr) == (128 + sent, "vocabpar train: interrupted\n")
 
@@ -166,9 +166,9 @@ def test_the_first_process_of_a_container_ends_on_sigterm(tmp_path: Path) -> Non
 
 
 FAKE_JOB = (
-    "from megatron_vocabpar.train import job\n"
+    "from megatron_vocabpar.train import run_job\n"
     "from tests.train.fake_results import pretend\n"
-    "job.run_method, job._train = pretend, lambda job, device: pretend(job.output)\n"
+    "run_job.run_method, run_job._train = pretend, lambda job, device: pretend(job.output)\n"
     "from megatron_vocabpar.cli.main import main\n"
     "main(prog_name='vocabpar')"
 )

@@ -20,9 +20,9 @@ from pathlib import Path
 import waits
 
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.job import open_job, run_method
 from megatron_vocabpar.train.metrics import read_metrics
 from megatron_vocabpar.train.output import METRICS_FILE
+from megatron_vocabpar.train.run_job import open_job, run_method
 
 Plant = Callable[[int], None]
 """Changes a rank's process before it trains; its argument is the rank."""
@@ -102,8 +102,7 @@ def run(
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_text(TEXT)
     job = replace(config, text=str(text), output=str(folder))
-    with open_job(job, lambda _: None) as (method,):
-        pass
+    (method,) = open_job(job, lambda _: None)
     told = {
         "WORLD_SIZE": str(config.world_size),
         "MASTER_ADDR": "127.0.0.1",

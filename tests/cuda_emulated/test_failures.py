@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megatron_vocabpar.runtime.processes import ProcessFailed, run
-from megatron_vocabpar.train.job import open_job, run_method
+from megatron_vocabpar.train.run_job import open_job, run_method
 from tests.cuda_emulated.jobs import SMALL, TEXT
 from tests.train.with_fault import train_with_fault
 
@@ -39,8 +39,7 @@ def test_the_rank_is_named(
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.setenv("VOCABPAR_CACHE", str(tmp_path / "cache"))
     job = replace(SMALL, text=str(tmp_path / "text.txt"), output=str(tmp_path / "out"), **changes)
-    with open_job(job, print) as (folder,):
-        pass
+    (folder,) = open_job(job, print)
     function = train_with_fault if fault else run_method
     with pytest.raises(ProcessFailed, match=f"(?s){told}"):
         run(function, str(folder), *fault, ranks=SMALL.world_size, environment=settings)

@@ -19,7 +19,6 @@ from megatron_vocabpar.layers.kernels import dispatch
 from megatron_vocabpar.layers.kernels.dispatch import use_kernels
 from megatron_vocabpar.runtime.comm import create_groups
 from megatron_vocabpar.schedule.words.methods import METHODS
-from megatron_vocabpar.train import job
 from megatron_vocabpar.train.config import TrainConfig
 from megatron_vocabpar.train.output import METRICS_FILE
 from tests.spawn import run_ranks
@@ -180,7 +179,7 @@ def _trains(losses: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> 
         lines = (json.dumps({"step": step, "loss": loss} | rest) + "\n" for step, loss in steps)
         (folder / METRICS_FILE).write_text("".join(lines))
 
-    monkeypatch.setattr(job, "run_job", run_job)
+    monkeypatch.setattr("megatron_vocabpar.train.run_job.run_job", run_job)
 
 
 @pytest.mark.parametrize(("change", "reason"), [(1.00001, ""), (1.001, "an error of 0.001 is above 0.0001")])

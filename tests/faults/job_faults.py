@@ -263,7 +263,7 @@ def files() -> Iterator[Fault]:
         )
     yield Fault(
         "files-file-instead-of-checkpoint", 1, "checkpoint", SAVES_AT_END,
-        plant=instead("megatron_vocabpar.train.job", "write_inputs", lambda: Path("out/vocab-2/checkpoint").write_text(""), after=True)
+        plant=instead("megatron_vocabpar.train.run_job", "write_inputs", lambda: Path("out/vocab-2/checkpoint").write_text(""), after=True)
     )
     yield Fault("files-file-instead-of-method", 2, "cannot use .*naive", RESUME + " --method naive", after="one", prepare=file_in_the_way("naive"))
     yield Fault("files-cache-is-a-file", 2, "cannot use .*text.txt", variables={"VOCABPAR_CACHE": "text.txt"})

@@ -27,8 +27,8 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 def import_all() -> None:
     """Import what the verbs import, once, before the first fork."""
     import megatron_vocabpar.cli.train
-    import megatron_vocabpar.train.job
     import megatron_vocabpar.train.report
+    import megatron_vocabpar.train.run_job
     import megatron_vocabpar.train.trainer  # noqa: F401
 
 

@@ -40,7 +40,7 @@ def step(rank: int, recipe: str, flags: str | None, folder: Path) -> dict[str, A
     on_cpu.make_up_fewer_documents()
     on_cpu.name_what_is_missing()
     on_cpu.exchange_tokens_by_sizes()
-    cpu = importlib.import_module("megatron_vocabpar.train.cpu")
+    cpu = importlib.import_module("megatron_vocabpar.train.core_on_cpu")
     with cpu.megatron_on_cpu():
         pretrain = importlib.import_module("megatron.bridge.training.pretrain")
         if flags is not None:

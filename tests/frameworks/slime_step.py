@@ -55,7 +55,7 @@ def step(rank: int, flags: str, responses: tuple[int, ...], ours: bool, folder: 
     on_cpu.stand_in()
     on_cpu.skip_compilation()
     on_cpu.name_what_is_missing()
-    cpu = importlib.import_module("megatron_vocabpar.train.cpu")
+    cpu = importlib.import_module("megatron_vocabpar.train.core_on_cpu")
     with cpu.megatron_on_cpu():
         return _step(responses, _arguments(rank, ours), folder)
 

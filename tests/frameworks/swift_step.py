@@ -83,7 +83,7 @@ def step(rank: int, job: str, flags: str, plugin: Path | None, folder: Path) -> 
     sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
     on_cpu.skip_compilation()
     on_cpu.name_what_is_missing()
-    cpu = importlib.import_module("megatron_vocabpar.train.cpu")
+    cpu = importlib.import_module("megatron_vocabpar.train.core_on_cpu")
     with cpu.megatron_on_cpu():
         layers: Any = importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider")
         attention = importlib.import_module("tests.gathered_attention").GatheredAttention

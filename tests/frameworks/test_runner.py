@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_vocabpar.frameworks.install import config_from
 from megatron_vocabpar.frameworks.replaced_functions import FUNCTIONS, answering
 from megatron_vocabpar.frameworks.runner import StepRunner
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, _arrays, _differences, batch, build_chunks, parallel_groups
 from tests.spawn import run_ranks
 

@@ -87,7 +87,7 @@ def step(rank: int, case: Case, ours: bool, folder: Path, load: Path | None, sav
     on_cpu.stand_in()
     if not case.vanilla:
         _with_bridge()
-    cpu = importlib.import_module("megatron_vocabpar.train.cpu")
+    cpu = importlib.import_module("megatron_vocabpar.train.core_on_cpu")
     with cpu.megatron_on_cpu():
         importlib.import_module("verl")
         if case.vanilla:

@@ -188,8 +188,7 @@ def test_the_command_prints_both_and_adds_to_a_report(
 ) -> None:
     monkeypatch.setattr(OtherWork, "share", lambda self: 0.3)
     config = TrainConfig(output=str(tmp_path / "out"), steps=2)
-    with open_output(config):
-        pass
+    open_output(config)
     told = method_config(config, "vocab-2")
     open_method(told)
     write_results(told)

@@ -40,7 +40,7 @@ def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any
     if transformer_engine is not None:
         hook.install(Path(transformer_engine))
         state_space.install()
-    cpu = importlib.import_module("megatron_vocabpar.train.cpu")  # imports Megatron
+    cpu = importlib.import_module("megatron_vocabpar.train.core_on_cpu")  # imports Megatron
     with cpu.megatron_on_cpu():
         for module in ("megatron.training.training", "megatron.training.checkpointing", "torch._dynamo"):
             importlib.import_module(module)

@@ -56,7 +56,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     ),
     "interleaved": ((*OURS, "--vocab-parallel-family", "interleaved", *CHUNKS), {"pp": 2}),
     "v-zb pp2": ((*OURS, "--vocab-parallel-family", "v-zb", *CHUNKS), {"pp": 2}),
-    "auto": ((*OURS, "--vocab-parallel-family", "auto", *CHUNKS), {"pp": 2}),
+    "auto": ((*OURS, "--vocab-parallel-family", "auto", *CHUNKS), {"pp": 2}),  # baseline in interleaved
 }
 FIVE = tuple(LAYOUTS)[:5]
 
@@ -224,7 +224,7 @@ SIZES = "mismatch|unpadded elements"
                     "v-half pp2",
                     f"{OF_OURS}.* standard placement.* This is .* vshape placement",
                 ),
-                ("auto", "interleaved", f"{OF_OURS}.* vshape placement.* This is .* standard placement"),
+                ("auto", "v-half pp2", f"{OF_OURS}.* where stock does.* This is .* vshape placement"),
                 ("ours pp2", "whole interleaved", f"{OF_OURS}.* by vocab-2: .* This is stock Megatron"),
                 ("stock pp4", "ours pp4", BY_STOCK.format("vocab-2")),
                 ("ours pp4", "stock pp4", OF_STOCK.format("vocab-2")),
@@ -257,8 +257,8 @@ def test_other_buckets_are_refused(folder: Path, writer: str, reader: str, refus
                 ("stock interleaved", "whole interleaved"),
                 ("whole interleaved", "stock interleaved"),
                 ("v-half pp2", "v-zb pp2"),
-                ("v-half pp2", "auto"),
-                ("auto", "v-zb pp2"),
+                ("whole interleaved", "auto"),
+                ("auto", "whole interleaved"),
                 ("ours pp4", "ours pp4"),
                 ("v-half whole", "v-half whole"),
             )

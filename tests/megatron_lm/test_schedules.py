@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron_vocabpar.megatron_lm.bindings import BINDINGS
 from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.replacements import replacement_for
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.megatron_lm.training import Log, pretrain, words
 from tests.pipeline import gpt
 from tests.spawn import run_ranks

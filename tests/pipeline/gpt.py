@@ -45,7 +45,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS, placed
 from megatron_vocabpar.schedule.words.passes import Pass, PassType
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from megatron_vocabpar.train.initial_weights import global_parameters, initialise_weights, local_part
 from tests.gathered_attention import GatheredAttention, positions
 from tests.pipeline.cpu_graphs import cuda_graphs_on_cpu

@@ -188,7 +188,7 @@ def main() -> None:
     assert folder is not None
     on_cpu.stand_in()
     hook.install(folder)
-    from megatron_vocabpar.train.cpu import megatron_on_cpu
+    from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 
     with megatron_on_cpu():
         from megatron.core import parallel_state

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from megatron_vocabpar.train.initial_weights import global_parameters, initialise_weights
 from tests.cases import rest_is_slow
 from tests.pipeline import gpt

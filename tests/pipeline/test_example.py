@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, parallel_groups
 from tests.spawn import run_ranks
 

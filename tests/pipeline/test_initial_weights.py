@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.vocab_layers import vocab_shard
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, parallel_groups, transformer_config
 from tests.spawn import run_ranks
 

@@ -19,7 +19,7 @@ from megatron_vocabpar.schedule.make.generate import make_plan
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.words.passes import Comm, Instruction, PassType
 from megatron_vocabpar.schedule.words.schedule import split_late
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, batch, build_chunks, case_of, iterate, parallel_groups
 from tests.spawn import run_ranks
 

@@ -32,7 +32,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from megatron_vocabpar.schedule.words.passes import Pass, parse
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.schedule.words.schedule import Schedule
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.pipeline.gpt import (
     Case,
     MainGradAdam,

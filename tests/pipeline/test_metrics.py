@@ -16,7 +16,7 @@ from megatron_vocabpar.layers.extras.extra import Extra
 from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import METRICS, VocabOptions
 from megatron_vocabpar.schedule.make.generate import generate
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.cases import rest_is_slow
 from tests.pipeline import gpt
 from tests.pipeline.gpt import Case, case_of

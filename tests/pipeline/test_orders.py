@@ -29,7 +29,7 @@ from megatron_vocabpar.runtime import streams
 from megatron_vocabpar.runtime.comm import PointToPoint, VocabGroups, all_gather
 from megatron_vocabpar.runtime.streams import CudaStream
 from megatron_vocabpar.schedule.make.generate import generate
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from megatron_vocabpar.train.initial_weights import global_parameters, local_part
 from tests.pipeline.gpt import (
     Case,

@@ -13,7 +13,7 @@ import torch
 
 from megatron_vocabpar.pipeline import compat
 from megatron_vocabpar.pipeline.chunk_plan import ChunkPlan
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.cases import covering
 from tests.pipeline.experts import Experts, experts_on_cpu
 from tests.pipeline.gpt import (

@@ -43,7 +43,7 @@ from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.plan import Plan
 from megatron_vocabpar.schedule.words.passes import Instruction, PassType
 from megatron_vocabpar.schedule.words.schedule import Schedule
-from megatron_vocabpar.train.cpu import _REPLACED
+from megatron_vocabpar.train.core_on_cpu import _REPLACED
 from tests.cases import rest_is_slow, wants_fake_tensors
 from tests.spawn import run_ranks
 

@@ -11,7 +11,7 @@ from megatron_vocabpar.layers.partition import even_ranges
 from megatron_vocabpar.pipeline.model.gpt import VocabParallelGPTModel
 from megatron_vocabpar.pipeline.model.whole_layers import whole_layers
 from megatron_vocabpar.pipeline.model.whole_rows import WholeRows
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from tests.pipeline.gpt import Case, build_chunks, parallel_groups
 from tests.spawn import run_ranks
 

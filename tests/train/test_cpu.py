@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_vocabpar.train.cpu import megatron_on
+from megatron_vocabpar.train.core_on_cpu import megatron_on
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -25,9 +25,9 @@ from megatron_vocabpar.pipeline.forward_backward import ForwardBackward, vocab_g
 from megatron_vocabpar.runtime.buffers import Buffers
 from megatron_vocabpar.runtime.streams import HostCopy
 from megatron_vocabpar.schedule.words.placement import Placement
-from megatron_vocabpar.train import cpu
+from megatron_vocabpar.train import core_on_cpu
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.cpu import megatron_on
+from megatron_vocabpar.train.core_on_cpu import megatron_on
 from megatron_vocabpar.train.state import build_chunks
 from megatron_vocabpar.train.trainer import forward_step
 from tests.cases import rest_is_slow
@@ -102,7 +102,7 @@ def iterate(_: int, method: str) -> tuple[int, list[str], list[str]]:
         stack.enter_context(megatron_on(HOST))
         parallel_state.initialize_model_parallel(1, 1)
         model_parallel_cuda_manual_seed(config.seed)
-        stack.enter_context(patch.object(cpu, "_CPU", FAR))
+        stack.enter_context(patch.object(core_on_cpu, "_CPU", FAR))
         stack.enter_context(patch.object(Buffers, "put", watched))
         stack.enter_context(patch.object(microbatches, "to_host", lambda _: shapes))
         stack.enter_context(patch.object(microbatches, "start_to_host", lambda _: HostCopy(ids)))

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vocabpar.runtime.processes import ProcessFailed, run
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.job import open_job
+from megatron_vocabpar.train.run_job import open_job
 from tests.train.with_fault import train_with_fault
 
 
@@ -39,7 +39,6 @@ def test_failing_rank_is_named(
         family=family, pp=2, layers=4, hidden=16, heads=2, seq_length=16, vocab_size=300, microbatches=4,
         steps=3, eval_interval=0, text=str(text), device="cpu", output=str(tmp_path / "out"),
     )  # fmt: skip
-    with open_job(config, print) as (folder,):
-        pass
+    (folder,) = open_job(config, print)
     with pytest.raises(ProcessFailed, match=message):
         run(train_with_fault, str(folder), fault, ranks=2)

@@ -98,8 +98,7 @@ def test_tables_as_text() -> None:
 def trained(tmp_path: Path, *methods: str, **values: Any) -> Path:
     """A results folder in which these methods (all, if none is named) have been trained."""
     config = TrainConfig(output=str(tmp_path / "out"), steps=40, **values)
-    with open_output(config):
-        pass
+    open_output(config)
     for method in methods or config.methods:
         job = method_config(config, method)
         open_method(job)

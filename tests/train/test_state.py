@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.schedule.words.placement import Placement
-from megatron_vocabpar.train import cpu
+from megatron_vocabpar.train import core_on_cpu
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.cpu import megatron_on
+from megatron_vocabpar.train.core_on_cpu import megatron_on
 from megatron_vocabpar.train.state import build_chunks
 from tests.cases import rest_is_slow
 from tests.spawn import run_ranks
@@ -43,7 +43,7 @@ def elsewhere(_: int, config: TrainConfig, placement: Placement) -> list[str]:
     with megatron_on(torch.device("cpu")):
         parallel_state.initialize_model_parallel(1, config.pp)
         model_parallel_cuda_manual_seed(config.seed)
-        with patch.object(cpu, "_CPU", FAR):
+        with patch.object(core_on_cpu, "_CPU", FAR):
             chunks = build_chunks(config, placement, FAR)
         return [name for chunk in chunks for name, tensor in tensors_of(chunk) if tensor.device != FAR]
 

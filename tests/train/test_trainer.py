@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_vocabpar.schedule.serialize import from_json
 from megatron_vocabpar.schedule.words.placement import Placement
 from megatron_vocabpar.train.config import TrainConfig
-from megatron_vocabpar.train.cpu import megatron_on_cpu
+from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from megatron_vocabpar.train.initial_weights import global_parameters
-from megatron_vocabpar.train.job import write_inputs
 from megatron_vocabpar.train.output import checkpoint_folder, steps_done
 from megatron_vocabpar.train.prepare import prepare
+from megatron_vocabpar.train.run_job import write_inputs
 from megatron_vocabpar.train.schedules import plan_method
 from megatron_vocabpar.train.state import build, load_checkpoint
 from megatron_vocabpar.train.trainer import _Trainer, train

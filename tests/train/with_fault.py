@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from megatron_vocabpar.pipeline import forward_backward
 from megatron_vocabpar.runtime.streams import side_stream
 from megatron_vocabpar.schedule.words.passes import parse
-from megatron_vocabpar.train.job import run_method
+from megatron_vocabpar.train.run_job import run_method
 
 
 def _wait_for_ever(*_: Any) -> None:

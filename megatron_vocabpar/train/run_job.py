@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,11 +57,10 @@ def run_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.e
         return
     from megatron_vocabpar.runtime.processes import run
 
-    with open_job(config, say, environment) as folders:
-        for folder in folders:
-            job = output.read_config(folder)
-            say(f"training {job.method} on {job.world_size} processes ({job.device})")
-            run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
+    for folder in open_job(config, say, environment):
+        job = output.read_config(folder)
+        say(f"training {job.method} on {job.world_size} processes ({job.device})")
+        run(run_method, str(folder), ranks=job.world_size, environment=_ENVIRONMENT)
 
 
 def run_method(folder: str) -> None:
@@ -95,29 +93,26 @@ def _run_rank(config: TrainConfig, say: Say) -> None:
 
     follow_parent()  # torchrun ends its ranks itself, unless it is killed
     store, rank, size = next(rendezvous("env://"))
-    with ExitStack() as stack:
+    if rank == 0:
+        store.set(_JOBS, "\n".join(map(str, open_job(config, say))))
+    store.wait([_JOBS], _PREPARATION)
+    jobs = [output.read_config(Path(folder)) for folder in store.get(_JOBS).decode().splitlines()]
+    for job in jobs:
+        device = default_device(job.device, int(os.environ["LOCAL_RANK"]), shared=job.share_gpus)
+        if not dist.is_initialized():
+            dist.init_process_group(backend(device), store=store, rank=rank, world_size=size)
         if rank == 0:
-            store.set(_JOBS, "\n".join(map(str, stack.enter_context(open_job(config, say)))))
-        store.wait([_JOBS], _PREPARATION)
-        jobs = [output.read_config(Path(folder)) for folder in store.get(_JOBS).decode().splitlines()]
-        for job in jobs:
-            device = default_device(job.device, int(os.environ["LOCAL_RANK"]), shared=job.share_gpus)
-            if not dist.is_initialized():
-                dist.init_process_group(backend(device), store=store, rank=rank, world_size=size)
-            if rank == 0:
-                say(f"training {job.method} on {size} processes ({job.device})")
-            _train(job, device)
+            say(f"training {job.method} on {size} processes ({job.device})")
+        _train(job, device)
     if jobs:
         dist.destroy_process_group()
 
 
-@contextmanager
-def open_job(
-    config: TrainConfig, say: Say, environment: Mapping[str, str] = os.environ
-) -> Iterator[list[Path]]:
-    """Check a job, make its schedules, prepare its data, and keep its folder from other jobs of this machine.
+def open_job(config: TrainConfig, say: Say, environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Check a job, make its schedules, prepare its data, and create its folders.
 
-    Gives the folder of every method that is still to be trained, with the files that its ranks read.
+    Returns:
+        The folder of every method that is still to be trained, with the files that its ranks read.
     """
     check(config, environment)
     config = dataclasses.replace(config, device=resolve_device(config, environment))
@@ -135,12 +130,12 @@ def open_job(
     if config.overwrite and (Path(config.output) / output.CONFIG_FILE).is_file():
         earlier = output.read_config(Path(config.output))
         say(f"replacing the results of {', '.join(earlier.methods)} in {config.output}")
-    with output.open_output(config):
-        folders = []
-        for method, plan in plans.items():
-            folders.append(output.open_method(output.method_config(config, method)))
-            write_inputs(folders[-1], files, plan)
-        yield folders
+    output.open_output(config)
+    folders = []
+    for method, plan in plans.items():
+        folders.append(output.open_method(output.method_config(config, method)))
+        write_inputs(folders[-1], files, plan)
+    return folders
 
 
 def write_inputs(folder: Path, files: DataFiles, plan: Plan) -> None:
