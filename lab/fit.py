@@ -24,8 +24,7 @@ from statistics import fmean
 
 from lab.published_runs import Run, planned_choice, published_runs
 from megatron_vocabpar.plan.hardware import Hardware, hardware_named
-from megatron_vocabpar.plan.job import can_pair
-from megatron_vocabpar.plan.times import estimated_costs
+from megatron_vocabpar.plan.times import can_pair, estimated_costs
 
 _ROUNDS = 3  # of full plays
 _SHARES = ("layers", "fp8_layers", "experts", "fp8_experts")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from megatron_vocabpar.megatron_lm.layouts import heads_elsewhere, layers_of, other_order
 from megatron_vocabpar.plan.choice import Request
 from megatron_vocabpar.plan.given import Given
-from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair, repeated_share
+from megatron_vocabpar.plan.job import OVERLAP, Job, repeated_share
 from megatron_vocabpar.plan.layer_counts import StockLayout
+from megatron_vocabpar.plan.times import can_pair
 
 _SIZE = "pipeline-model-parallel-size"
 _LAYOUT = "pipeline-model-parallel-layout"

@@ -5,18 +5,17 @@ Next: ``layer_counts.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.job import OVERLAP, Job, can_pair
+from megatron_vocabpar.plan.job import OVERLAP, Job
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.pattern import layers_in
 from megatron_vocabpar.plan.price import Price, Use, usual_price
-from megatron_vocabpar.plan.stage_memory import GIB, Held, Parameters, StageMemory
-from megatron_vocabpar.plan.times import StageLayers, costs_of_stages, estimated_costs, tail_ms
+from megatron_vocabpar.plan.stage_memory import GIB, Held, StageMemory
+from megatron_vocabpar.plan.times import StageLayers, can_pair, costs_of_stages, estimated_costs
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.words.methods import BASELINE
@@ -182,12 +181,3 @@ def priced_ms(request: Request, length_ms: float, layers_share: float, use: Use)
     for a schedule that is played again, within 0.1 %.
     """
     return length_ms * (1.0 + layers_share * (request.factor(use) - 1.0))
-
-
-def longest_tail_ms(
-    job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts, w_chunks: int = 0
-) -> float:
-    """The ms after the schedule, on the rank that takes longest; ``w_chunks`` as in ``tail_ms``."""
-    return max(
-        tail_ms(*held, held.updated(job), job, hardware, costs, w_chunks=w_chunks) for held in parameters
-    )

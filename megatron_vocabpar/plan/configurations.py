@@ -25,23 +25,21 @@ from itertools import chain, islice, product
 from math import inf
 from typing import Any
 
-from megatron_vocabpar.plan.choice import Choice, Request, longest_tail_ms
+from megatron_vocabpar.plan.choice import Choice, Request
 from megatron_vocabpar.plan.choices import ONLY_1F1B, choices_of, fastest, mapping
 from megatron_vocabpar.plan.fsdp import fsdp_choices
-from megatron_vocabpar.plan.job import Job, can_pair, in_whole_layers, refused
+from megatron_vocabpar.plan.job import Job, in_whole_layers, refused
 from megatron_vocabpar.plan.layer_counts import layouts_of
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import quick_stock_choices
-from megatron_vocabpar.plan.stage_memory import parameters_of
-from megatron_vocabpar.plan.times import estimated_costs
+from megatron_vocabpar.plan.stage_memory import evenly, parameters_of
+from megatron_vocabpar.plan.times import can_pair, estimated_costs, longest_tail_ms, work_ms
 from megatron_vocabpar.plan.variants import (
     Question,
     Variants,
     bound_ms,
-    evenly,
     fits_with,
     memory_variants,
-    work_ms,
 )
 from megatron_vocabpar.schedule.make.families import family_named
 from megatron_vocabpar.schedule.words.methods import (
@@ -139,9 +137,10 @@ def _jobs(question: Question, micro_batches: Sequence[int] | None = None) -> Ite
 def expected_ms(question: Question, job: Job) -> float:
     """About what the best schedule takes: also a quarter of 1F1B's idle time, and what gradients add."""
     model, gpu = question.model, question.hardware
-    costs, parameters = estimated_costs(model, job, gpu), parameters_of(model, job, *evenly(model, job.p))
+    parameters = parameters_of(model, job, *evenly(model, job.p))
+    costs = estimated_costs(model, job, gpu)
     after = longest_tail_ms(job, gpu, parameters, costs, w_chunks=2)
-    return (job.m + (job.p - 1) / 4) * work_ms(question, job, costs) + after
+    return (job.m + (job.p - 1) / 4) * work_ms(model, job, gpu, costs) + after
 
 
 def quick_plays(

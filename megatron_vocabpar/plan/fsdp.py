@@ -22,11 +22,10 @@ from dataclasses import replace
 from itertools import product
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
-from megatron_vocabpar.plan.hardware import Group, gather_ms
-from megatron_vocabpar.plan.job import OVERLAP, can_pair, in_whole_layers
+from megatron_vocabpar.plan.job import OVERLAP, in_whole_layers
 from megatron_vocabpar.plan.price import Use
 from megatron_vocabpar.plan.stage_memory import Bytes, Held, parameters_of, stage_memory
-from megatron_vocabpar.plan.times import step_ms
+from megatron_vocabpar.plan.times import Group, can_pair, gather_ms, step_ms
 from megatron_vocabpar.schedule.words.methods import BASELINE, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 

@@ -1,12 +1,6 @@
-"""GPUs: the figures of their data sheets, the shares that training reaches, and times of communication.
+"""GPUs: the figures of their data sheets, and the shares of them that training reaches.
 
-A time of communication is bytes over the rate of a link or a network, for a group of ranks. A group has
-``size`` ranks, ``stride`` apart. With 8 GPUs a node, tensor parallelism of 4 is (4, 1), within a node; its 8
-replicas are (8, 4), two of them in each node. Within a node the link carries the data. Between nodes each
-GPU's share of the network does, and the members of a node share what crosses. The slower counts. Latencies
-are left out: a pipeline's messages have megabytes.
-
-Next: ``times.py``.
+Next: ``stage_memory.py``.
 """
 
 from __future__ import annotations
@@ -15,23 +9,9 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_vocabpar.names import nearest
-from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.model import Model
-
-LINK_REACHES = 0.75
-"""Share of the link's rate for collectives: assumed."""
-EXCHANGE_REACHES = {"alltoall": (0.55, 0.90), "flex": (0.76, 0.88)}
-"""Shares of the link's and of the network's rate for the exchange of experts, by dispatcher. They follow from
-the times in arXiv 2603.07685 for 64 ranks of experts: 930 and 675 us on GB200, 9,164 and 4,626 us on H100;
-4,096 tokens of DeepSeek-V3 on each rank are assumed."""
-NETWORK_REACHES = 0.85
-"""Share of the network's rate for collectives and transfers between stages: assumed."""
-TENSOR_HIDES = 0.7
-"""Share of tensor parallelism's communication that ``--tp-comm-overlap`` hides: assumed."""
-_HALF, _FLOAT = 2, 4  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -155,96 +135,3 @@ def hardware_presets() -> dict[str, Hardware]:
 
 def _data(name: str) -> dict[str, Any]:
     return json.loads((resources.files(__package__) / "data" / f"{name}.json").read_text("utf-8"))
-
-
-class Group(NamedTuple):
-    """Ranks that communicate: how many, and how far apart their numbers are."""
-
-    size: int
-    stride: int
-
-    def inside(self, hardware: Hardware) -> int:
-        """The members of the group in one node."""
-        return max(1, min(self.size, hardware.per_node // self.stride))
-
-
-def gather_ms(moved: float, group: Group, hardware: Hardware) -> float:
-    """The ms of an all-gather or a reduce-scatter of ``moved`` bytes in all; an all-reduce is both."""
-    if group.size == 1:
-        return 0.0
-    inside = group.inside(hardware)
-    nodes = group.size / inside
-    link = moved * (inside - 1) / inside / (LINK_REACHES * hardware.link_gb_s)
-    network = moved * (nodes - 1) / nodes / (NETWORK_REACHES * hardware.network_gb_s * inside)
-    return max(link, network) / 1e6
-
-
-def transfer_ms(moved: float, job: Job, hardware: Hardware) -> float:
-    """The ms of a transfer between neighbouring stages.
-
-    If the job has more GPUs than a node, every transfer counts as one between nodes.
-    """
-    within = hardware.transfer_share * hardware.link_gb_s
-    if job.gpus > hardware.per_node:
-        within = min(within, NETWORK_REACHES * hardware.network_gb_s)
-    return moved / (within * 1e6)
-
-
-def exchange_ms(model: Model, job: Job, hardware: Hardware) -> float:
-    """The ms of one all-to-all: a microbatch's tokens to the mean layer's experts, or back."""
-    if job.e == 1:
-        return 0.0
-    group = Group(job.e, job.expert_tensor)
-    inside = group.inside(hardware)
-    tokens = model.seq_length * job.micro_batch / (job.t * job.c)
-    moved = _HALF * tokens * model.exchanged_width
-    link, network = EXCHANGE_REACHES["flex" if job.flex_dispatcher else "alltoall"]
-    crossing = (job.e - inside) / job.e
-    if job.flex_dispatcher and model.top_k:  # a token goes to each of the other nodes at most once
-        nodes = job.e / inside
-        reached = nodes * (1 - (1 - 1 / nodes) ** model.top_k)
-        reached = min(reached, model.routed_groups or reached)
-        crossing = min(crossing, reached * (nodes - 1) / nodes / model.top_k)
-    within_ms = moved * (inside - 1) / job.e / (link * hardware.link_gb_s)
-    across_ms = moved * crossing / (network * hardware.network_gb_s)
-    gathered = gather_ms(moved * job.expert_tensor, Group(job.expert_tensor, 1), hardware)
-    return max(within_ms, across_ms) / 1e6 + gathered
-
-
-def tensor_ms(model: Model, job: Job, hardware: Hardware) -> float:
-    """The ms of the gathers and scatters in one pass of the mean layer, for tensor and sequence parallelism.
-
-    Two are around attention, a scan and a dense MLP each; ``exchange_ms`` has those of experts.
-    """
-    tokens = model.seq_length * job.micro_batch / job.c
-    once = gather_ms(_HALF * tokens * model.hidden, Group(job.t, 1), hardware)
-    return 2 * (sum(model.parts.values()) - model.sparse) * once * (1.0 - TENSOR_HIDES * job.tp_overlap)
-
-
-def context_ms(model: Model, job: Job, hardware: Hardware) -> float:
-    """The ms of fetching other context parallel ranks' keys and values: mean layer, forward.
-
-    It runs beside attention. Scans exchange what enters and leaves them, all tokens for some heads.
-    """
-    tokens = model.seq_length * job.micro_batch / job.c
-    moved = _HALF * tokens * (model.key_width * job.c + model.scanned_width) / job.t
-    return gather_ms(moved, Group(job.c, job.t), hardware)
-
-
-def gradients_ms(shared: float, experts: float, job: Job, hardware: Hardware) -> tuple[float, float]:
-    """The ms of reducing a rank's gradients, and of gathering its weights.
-
-    ``shared`` and ``experts`` are the rank's parameters outside experts and in them.
-    """
-    around, expert_replicas = job.replicas
-    groups = (
-        (shared, Group(around, job.t)),
-        (experts, Group(expert_replicas, job.expert_tensor * job.e)),
-    )
-    scattered, gathered = (
-        sum(gather_ms(number * width, group, hardware) for number, group in groups)
-        for width in (_HALF if job.precision_aware else _FLOAT, _HALF)
-    )
-    if job.distributed_optimizer:
-        return scattered, gathered
-    return 2 * scattered, 0.0  # an all-reduce

@@ -116,20 +116,6 @@ def divisors(number: int, most: int = 0) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def can_pair(model: Model, job: Job) -> bool:
-    """Whether Megatron runs F of a microbatch beside B of another, each of which hides the other's exchange.
-
-    These are conditions of ``OVERLAP``; the model and its flags meet all others.
-    """
-    return (
-        model.experts > 0
-        and not model.pattern
-        and job.e > 1
-        and job.recompute != "full"
-        and model.mtp_depths <= 1
-    )
-
-
 def refused(model: Model, job: Job) -> Iterator[str]:
     """The reasons for which Megatron would refuse this model with these sizes, each with a remedy."""
     if model.heads % job.t:

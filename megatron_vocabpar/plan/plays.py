@@ -24,7 +24,6 @@ from megatron_vocabpar.plan.choice import (
     Choice,
     Request,
     costs_of,
-    longest_tail_ms,
     priced_ms,
 )
 from megatron_vocabpar.plan.job import Job, in_whole_layers
@@ -32,6 +31,7 @@ from megatron_vocabpar.plan.layer_counts import StockLayout, layouts_of, move_ba
 from megatron_vocabpar.plan.orders import StockOrder, layers_share_of, order_of, plan_request, stock_order
 from megatron_vocabpar.plan.price import Use, allowed_ms, fewest_channels
 from megatron_vocabpar.plan.stage_memory import GIB, Bytes, Held, held_by_stages, parameters_of, stage_memory
+from megatron_vocabpar.plan.times import longest_tail_ms
 from megatron_vocabpar.schedule.make.choose import choose
 from megatron_vocabpar.schedule.make.families import Family, family_named
 from megatron_vocabpar.schedule.make.problem import TRIAL_PASSES, Problem

@@ -25,7 +25,7 @@ Parameters and logits have ``Bytes``. Today's were counted, those of the publish
   ``--cross-entropy-loss-fusion``; Transformer Engine's fusion takes 2, and Megatron refuses it from 0.18.2
   on). Published: 11, with logits and their gradient in float32.
 
-Next: ``price.py``.
+Next: ``times.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
-from megatron_vocabpar.schedule.words.methods import Method
+from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_1, Method, method_named
 from megatron_vocabpar.schedule.words.placement import Placement
 
 GIB = 2.0**30
@@ -115,6 +115,12 @@ class Parameters(NamedTuple):
         """The number of parameters whose optimizer states the rank holds."""
         shared, experts = job.replicas if job.distributed_optimizer else (1, 1)
         return self.shared / shared + self.experts / experts
+
+
+def evenly(model: Model, p: int) -> tuple[Method, Placement, tuple[int, ...]]:
+    """The lightest way to spread a model: vocabulary layers over all stages, layers as even as can be."""
+    layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
+    return method_named(VOCAB_1 if p > 1 else BASELINE), Placement(p, 1, "standard"), layers
 
 
 def parameters_of(

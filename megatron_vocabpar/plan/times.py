@@ -1,4 +1,4 @@
-"""Estimates ``PassCosts`` of a model on GPUs: operations over rates, bytes over bandwidths.
+"""What a job takes on its GPUs: operations over rates, bytes over bandwidths, as ``PassCosts`` and tails.
 
 Nothing is measured on the GPUs in question. ``data/rates.json`` holds the shares of a data sheet's numbers
 that training reaches, each with the published run that it is from; on other GPUs they are assumptions.
@@ -7,11 +7,17 @@ Measured costs replace all estimates.
 A pass takes its time alone, with its exchange between experts; ``hidden_ms`` is what F and B hide of each
 other when they run as a pair. What runs beside layers makes them longer by a factor, see ``price.py``.
 
+A time of communication is bytes over the rate of a link or a network, for a group of ranks. A group has
+``size`` ranks, ``stride`` apart. With 8 GPUs a node, tensor parallelism of 4 is (4, 1), within a node; its 8
+replicas are (8, 4), two of them in each node. Within a node the link carries the data. Between nodes each
+GPU's share of the network does, and the members of a node share what crosses. The slower counts. Latencies
+are left out: a pipeline's messages have megabytes.
+
 ``estimated_costs`` is of the mean layer. ``costs_of_stages`` gives each stage the times of its own layers:
 the stage with DeepSeek-V3's three dense layers is shorter, and a hybrid model's stages follow its pattern.
 
 Source: the published passes (``lab/paper/data/measured_passes.csv``); Table 3 for smaller shards.
-Next: ``stage_memory.py``.
+Next: ``price.py``.
 """
 
 from __future__ import annotations
@@ -22,21 +28,25 @@ from itertools import pairwise
 from math import log2
 from typing import NamedTuple
 
-from megatron_vocabpar.plan.hardware import (
-    Hardware,
-    context_ms,
-    exchange_ms,
-    gradients_ms,
-    tensor_ms,
-    transfer_ms,
-)
-from megatron_vocabpar.plan.job import Job, can_pair
+from megatron_vocabpar.plan.hardware import Hardware
+from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.model import Model
+from megatron_vocabpar.plan.stage_memory import Parameters
 from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.schedule.times.per_rank import mean_of
 from megatron_vocabpar.schedule.words.methods import INTERLACED, NAIVE, VOCAB_1, VOCAB_2
 
-_HALF, _GRADIENT = 2, 4  # bytes of an element
+LINK_REACHES = 0.75
+"""Share of the link's rate for collectives: assumed."""
+EXCHANGE_REACHES = {"alltoall": (0.55, 0.90), "flex": (0.76, 0.88)}
+"""Shares of the link's and of the network's rate for the exchange of experts, by dispatcher. They follow from
+the times in arXiv 2603.07685 for 64 ranks of experts: 930 and 675 us on GB200, 9,164 and 4,626 us on H100;
+4,096 tokens of DeepSeek-V3 on each rank are assumed."""
+NETWORK_REACHES = 0.85
+"""Share of the network's rate for collectives and transfers between stages: assumed."""
+TENSOR_HIDES = 0.7
+"""Share of tensor parallelism's communication that ``--tp-comm-overlap`` hides: assumed."""
+_HALF, _FLOAT = 2, 4  # bytes of an element
 _HOST_MEMORY_GB_S = (
     50.0  # of a GPU, of its share of the host: assumed; two sockets of twelve DDR5 channels, an eighth
 )
@@ -55,6 +65,113 @@ _STEP_BYTES = 50  # of a parameter, Adam with float32 gradients: 62 of the publi
 
 DENSE, SPARSE = "*-", "*E"
 """A GPT's layers with a dense MLP, and with experts."""
+
+
+class Group(NamedTuple):
+    """Ranks that communicate: how many, and how far apart their numbers are."""
+
+    size: int
+    stride: int
+
+    def inside(self, hardware: Hardware) -> int:
+        """The members of the group in one node."""
+        return max(1, min(self.size, hardware.per_node // self.stride))
+
+
+def gather_ms(moved: float, group: Group, hardware: Hardware) -> float:
+    """The ms of an all-gather or a reduce-scatter of ``moved`` bytes in all; an all-reduce is both."""
+    if group.size == 1:
+        return 0.0
+    inside = group.inside(hardware)
+    nodes = group.size / inside
+    link = moved * (inside - 1) / inside / (LINK_REACHES * hardware.link_gb_s)
+    network = moved * (nodes - 1) / nodes / (NETWORK_REACHES * hardware.network_gb_s * inside)
+    return max(link, network) / 1e6
+
+
+def transfer_ms(moved: float, job: Job, hardware: Hardware) -> float:
+    """The ms of a transfer between neighbouring stages.
+
+    If the job has more GPUs than a node, every transfer counts as one between nodes.
+    """
+    within = hardware.transfer_share * hardware.link_gb_s
+    if job.gpus > hardware.per_node:
+        within = min(within, NETWORK_REACHES * hardware.network_gb_s)
+    return moved / (within * 1e6)
+
+
+def exchange_ms(model: Model, job: Job, hardware: Hardware) -> float:
+    """The ms of one all-to-all: a microbatch's tokens to the mean layer's experts, or back."""
+    if job.e == 1:
+        return 0.0
+    group = Group(job.e, job.expert_tensor)
+    inside = group.inside(hardware)
+    tokens = model.seq_length * job.micro_batch / (job.t * job.c)
+    moved = _HALF * tokens * model.exchanged_width
+    link, network = EXCHANGE_REACHES["flex" if job.flex_dispatcher else "alltoall"]
+    crossing = (job.e - inside) / job.e
+    if job.flex_dispatcher and model.top_k:  # a token goes to each of the other nodes at most once
+        nodes = job.e / inside
+        reached = nodes * (1 - (1 - 1 / nodes) ** model.top_k)
+        reached = min(reached, model.routed_groups or reached)
+        crossing = min(crossing, reached * (nodes - 1) / nodes / model.top_k)
+    within_ms = moved * (inside - 1) / job.e / (link * hardware.link_gb_s)
+    across_ms = moved * crossing / (network * hardware.network_gb_s)
+    gathered = gather_ms(moved * job.expert_tensor, Group(job.expert_tensor, 1), hardware)
+    return max(within_ms, across_ms) / 1e6 + gathered
+
+
+def tensor_ms(model: Model, job: Job, hardware: Hardware) -> float:
+    """The ms of the gathers and scatters in one pass of the mean layer, for tensor and sequence parallelism.
+
+    Two are around attention, a scan and a dense MLP each; ``exchange_ms`` has those of experts.
+    """
+    tokens = model.seq_length * job.micro_batch / job.c
+    once = gather_ms(_HALF * tokens * model.hidden, Group(job.t, 1), hardware)
+    return 2 * (sum(model.parts.values()) - model.sparse) * once * (1.0 - TENSOR_HIDES * job.tp_overlap)
+
+
+def context_ms(model: Model, job: Job, hardware: Hardware) -> float:
+    """The ms of fetching other context parallel ranks' keys and values: mean layer, forward.
+
+    It runs beside attention. Scans exchange what enters and leaves them, all tokens for some heads.
+    """
+    tokens = model.seq_length * job.micro_batch / job.c
+    moved = _HALF * tokens * (model.key_width * job.c + model.scanned_width) / job.t
+    return gather_ms(moved, Group(job.c, job.t), hardware)
+
+
+def gradients_ms(shared: float, experts: float, job: Job, hardware: Hardware) -> tuple[float, float]:
+    """The ms of reducing a rank's gradients, and of gathering its weights.
+
+    ``shared`` and ``experts`` are the rank's parameters outside experts and in them.
+    """
+    around, expert_replicas = job.replicas
+    groups = (
+        (shared, Group(around, job.t)),
+        (experts, Group(expert_replicas, job.expert_tensor * job.e)),
+    )
+    scattered, gathered = (
+        sum(gather_ms(number * width, group, hardware) for number, group in groups)
+        for width in (_HALF if job.precision_aware else _FLOAT, _HALF)
+    )
+    if job.distributed_optimizer:
+        return scattered, gathered
+    return 2 * scattered, 0.0  # an all-reduce
+
+
+def can_pair(model: Model, job: Job) -> bool:
+    """Whether Megatron runs F of a microbatch beside B of another, each of which hides the other's exchange.
+
+    These are conditions of ``OVERLAP``; the model and its flags meet all others.
+    """
+    return (
+        model.experts > 0
+        and not model.pattern
+        and job.e > 1
+        and job.recompute != "full"
+        and model.mtp_depths <= 1
+    )
 
 
 @dataclass(frozen=True)
@@ -186,6 +303,26 @@ def estimated_costs(model: Model, job: Job, hardware: Hardware, factor: float = 
     )
 
 
+def work_ms(model: Model, job: Job, hardware: Hardware, costs: PassCosts) -> float:
+    """The ms of the mean rank's passes of a microbatch."""
+    layer = layer_ms(model, job, hardware)
+    output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
+    hidden = layer.hidden if can_pair(model, job) else 0.0
+    layer_work_ms = layer.forward + layer.backward + layer.weights - hidden
+    return (layer_work_ms * model.layers + output) / job.p
+
+
+def passes_ms(model: Model, job: Job, hardware: Hardware) -> float:
+    """The ms of the mean rank's passes of an iteration, without any waiting."""
+    return job.m * work_ms(model, job, hardware, estimated_costs(model, job, hardware))
+
+
+def mean_step_ms(model: Model, job: Job, hardware: Hardware) -> float:
+    """The ms of the optimizer's step on the mean rank."""
+    replicas = job.d * job.c if job.distributed_optimizer else 1
+    return step_ms(model.parameters / (job.p * job.t * replicas), hardware, offload=job.offload)
+
+
 class StageLayers(NamedTuple):
     """The layers of a stage, each by its parts (``*E``, as in ``pattern.py``), and its heads."""
 
@@ -247,10 +384,19 @@ def tail_ms(
     return scattered + gathered + step_ms(updated, hardware, offload=job.offload)
 
 
+def longest_tail_ms(
+    job: Job, hardware: Hardware, parameters: Sequence[Parameters], costs: PassCosts, w_chunks: int = 0
+) -> float:
+    """The ms after the schedule, on the rank that takes longest; ``w_chunks`` as in ``tail_ms``."""
+    return max(
+        tail_ms(*held, held.updated(job), job, hardware, costs, w_chunks=w_chunks) for held in parameters
+    )
+
+
 def step_ms(parameters: float, hardware: Hardware, *, offload: float = 0.0) -> float:
     """The ms of the optimizer's step, of which the host does the share ``offload``, with the transfers."""
     device = parameters * _STEP_BYTES / (hardware.memory_gb_s * 1e6)
-    moved = parameters * (_GRADIENT + _HALF) / (hardware.host_gb_s * 1e6)
+    moved = parameters * (_FLOAT + _HALF) / (hardware.host_gb_s * 1e6)
     host = moved + parameters * _STEP_BYTES / (_HOST_MEMORY_GB_S * 1e6)
     return (1.0 - offload) * device + offload * host
 

@@ -22,15 +22,12 @@ from typing import Any
 
 from megatron_vocabpar.plan.choice import STOCK, Choice, Request
 from megatron_vocabpar.plan.hardware import Hardware
-from megatron_vocabpar.plan.job import Job, can_pair, in_whole_layers
+from megatron_vocabpar.plan.job import Job, in_whole_layers
 from megatron_vocabpar.plan.model import Model
 from megatron_vocabpar.plan.plays import peak_gib_with
-from megatron_vocabpar.plan.stage_memory import GIB, RESERVED, Held, stage_memory
-from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms
+from megatron_vocabpar.plan.stage_memory import GIB, RESERVED, Held, evenly, stage_memory
+from megatron_vocabpar.plan.times import can_pair, mean_step_ms, passes_ms
 from megatron_vocabpar.schedule.make.families import Family
-from megatron_vocabpar.schedule.times.costs import PassCosts
-from megatron_vocabpar.schedule.words.methods import BASELINE, VOCAB_1, Method, method_named
-from megatron_vocabpar.schedule.words.placement import Placement
 
 _OPTIMIZERS = ((0.0, False), (0.0, True), (0.5, False), (1.0, False))
 """(The share of the optimizer on the host, it is precision-aware)."""
@@ -62,27 +59,8 @@ class Question:
 
 def bound_ms(question: Question, job: Job) -> float:
     """The ms that no schedule can undercut: the passes of the mean rank, and the optimizer's step."""
-    return _passes_ms(question, job) + _step_ms(question, job)
-
-
-def _passes_ms(question: Question, job: Job) -> float:
-    costs = estimated_costs(question.model, job, question.hardware)
-    return job.m * work_ms(question, job, costs)
-
-
-def _step_ms(question: Question, job: Job) -> float:
-    replicas = job.d * job.c if job.distributed_optimizer else 1
-    updated = question.model.parameters / (job.p * job.t * replicas)
-    return step_ms(updated, question.hardware, offload=job.offload)
-
-
-def work_ms(question: Question, job: Job, costs: PassCosts) -> float:
-    """The ms of the mean rank's passes of a microbatch."""
-    layer = layer_ms(question.model, job, question.hardware)
-    output = sum(costs.last_rank_extra.values()) + sum(costs.last_stage_extra.values())
-    hidden = layer.hidden if can_pair(question.model, job) else 0.0
-    layer_work_ms = layer.forward + layer.backward + layer.weights - hidden
-    return (layer_work_ms * question.model.layers + output) / job.p
+    of = question.model, job, question.hardware
+    return passes_ms(*of) + mean_step_ms(*of)
 
 
 def fits_with(question: Question, job: Job, held: float, *, mean: bool = False) -> bool:
@@ -97,12 +75,6 @@ def fits_with(question: Question, job: Job, held: float, *, mean: bool = False) 
     if mean:
         needed = fmean(stage.total - (1.0 + RESERVED) * (stage.output + stage.inputs) for stage in stages)
     return needed <= question.limit_gib * GIB
-
-
-def evenly(model: Model, p: int) -> tuple[Method, Placement, tuple[int, ...]]:
-    """The lightest way to spread a model: vocabulary layers over all stages, layers as even as can be."""
-    layers = tuple(model.layers // p + (stage < model.layers % p) for stage in range(p))
-    return method_named(VOCAB_1 if p > 1 else BASELINE), Placement(p, 1, "standard"), layers
 
 
 class Variants:
@@ -122,8 +94,9 @@ class Variants:
         With a number of ``chunks`` a rank, recomputation is of whole layers of stages that are equally long.
         """
         job, fixed = self.job, self.question.fixed
-        layers = (-(-self.question.model.layers // (job.p * chunks)),) if chunks else ()
-        passes_ms: dict[tuple[str, float], float] = {}  # the optimizer changes nothing there
+        model, gpu = self.question.model, self.question.hardware
+        layers = (-(-model.layers // (job.p * chunks)),) if chunks else ()
+        known_ms: dict[tuple[str, float], float] = {}  # the optimizer changes nothing there
         wanted = {}
         for (offload, precision_aware), (recompute, recomputed) in product(_OPTIMIZERS, _RECOMPUTE):
             saved: dict[str, Any] = {
@@ -137,9 +110,9 @@ class Variants:
                 variant = replace(job, **saved | decided)
                 variant = in_whole_layers(variant, layers) if layers else variant
                 key = variant.recompute, variant.recomputed
-                if key not in passes_ms:
-                    passes_ms[key] = _passes_ms(self.question, variant)
-                wanted[variant] = passes_ms[key] + _step_ms(self.question, variant)
+                if key not in known_ms:
+                    known_ms[key] = passes_ms(model, variant, gpu)
+                wanted[variant] = known_ms[key] + mean_step_ms(model, variant, gpu)
         return sorted(((bound, variant) for variant, bound in wanted.items()), key=lambda row: row[0])
 
     def fastest(

@@ -7,22 +7,24 @@ from typing import Any
 
 import pytest
 
-from megatron_vocabpar.plan.hardware import (
+from megatron_vocabpar.plan.hardware import hardware_named, hardware_presets
+from megatron_vocabpar.plan.job import Job
+from megatron_vocabpar.plan.read_config import model_preset
+from megatron_vocabpar.plan.times import (
     LINK_REACHES,
     NETWORK_REACHES,
     Group,
     context_ms,
+    estimated_costs,
     exchange_ms,
     gather_ms,
     gradients_ms,
-    hardware_named,
-    hardware_presets,
+    layer_ms,
+    step_ms,
+    tail_ms,
     tensor_ms,
     transfer_ms,
 )
-from megatron_vocabpar.plan.job import Job
-from megatron_vocabpar.plan.read_config import model_preset
-from megatron_vocabpar.plan.times import estimated_costs, layer_ms, step_ms, tail_ms
 
 H100, GB200 = hardware_named("h100"), hardware_named("gb200")
 DEEPSEEK = replace(model_preset("deepseek-v3"), dense_layers=0)
