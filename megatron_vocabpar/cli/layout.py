@@ -27,8 +27,9 @@ from megatron_vocabpar.cli.plan import (
 )
 from megatron_vocabpar.cli.plan_gpus import progress_bar, question_of, switches_of
 from megatron_vocabpar.plan.advice import nothing_fits, remedies, sizes_of, stock_best
-from megatron_vocabpar.plan.answer import choice_json, flags_of, folded
+from megatron_vocabpar.plan.answer import choice_json, folded
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
+from megatron_vocabpar.plan.choice_flags import flags_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import best_configurations
 from megatron_vocabpar.plan.job import refused

@@ -77,7 +77,7 @@ def question_of(
         raise click.UsageError(f"{named} cannot be combined with --gpus; leave it out, or leave --gpus out")
     gpus = int(options["gpus"])
     job = job_from_arguments(given, {**options, "dp": 1, "ep": 1, "microbatches": 1})
-    batch = options["global_batch_size"] or given.number("global-batch-size", usual_batch(model, gpus))
+    batch = options["global_batch_size"] or given.number("global-batch-size", 0) or usual_batch(model, gpus)
     fixed: dict[str, Any] = {
         name: options[option] or given.number(flag)
         for name, option, flag in _SIZES

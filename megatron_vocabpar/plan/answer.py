@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vocabpar.plan.advice import (
+    Verdict,
     binds,
     channels,
     headline,
@@ -32,16 +33,15 @@ from megatron_vocabpar.plan.advice import (
     summary,
     verdict,
 )
-from megatron_vocabpar.plan.choice import STOCK, Choice, Request, costs_of
-from megatron_vocabpar.plan.choice_flags import placing_flags
+from megatron_vocabpar.plan.choice import Choice, Request, costs_of_choice
+from megatron_vocabpar.plan.choice_flags import flags_of
 from megatron_vocabpar.plan.choices import all_choices, best_of
 from megatron_vocabpar.plan.configurations import MOST
-from megatron_vocabpar.plan.job import refused, repeated_layers
+from megatron_vocabpar.plan.job import refused
 from megatron_vocabpar.plan.layer_counts import StockLayout
 from megatron_vocabpar.plan.plays import play_stock, stock_choice, stock_choices
 from megatron_vocabpar.plan.stage_memory import GIB
 from megatron_vocabpar.plan.variants import Question
-from megatron_vocabpar.schedule.times.costs import PassCosts
 from megatron_vocabpar.text_tables import text_table
 
 PARTS = {
@@ -88,6 +88,7 @@ class PlanAnswer:
         choices: the rows of the table.
         best: the recommended one; None if nothing fits.
         of_gpus: rows differ in how the model is spread, and not only in the schedule of one job.
+        verdict: whose fastest choice that fits is faster; None unless there are ours and Megatron's.
         reasons, remedies, notes: sentences; remedies are what would fit where nothing does, and notes are the
             arguments and properties of the model that the answer leaves out.
     """
@@ -97,6 +98,7 @@ class PlanAnswer:
     choices: Sequence[Choice]
     best: Choice | None
     of_gpus: bool = False
+    verdict: Verdict | None = None
     reasons: Sequence[str] = ()
     remedies: Sequence[str] = ()
     notes: Sequence[str] = field(default=())
@@ -125,6 +127,7 @@ def answer_for_job(
         | {"limit_gib": request.limit_gib},
         choices,
         best,
+        verdict=verdict([choice for choice in choices if choice.fits]),
         reasons=[*why, *([str(judged)] if best and judged else [])],
         remedies=() if best else remedies(request),
         notes=[*notes, *model_notes(request.model)],
@@ -133,16 +136,17 @@ def answer_for_job(
 
 def answer_for_gpus(question: Question, choices: Sequence[Choice], notes: Sequence[str] = ()) -> PlanAnswer:
     """The best configurations and Megatron's best, with the reasons for the first."""
-    judged = verdict(choices)
+    judged, rows = verdict(choices), shown(choices)
     lines = [megatrons_best(choices), str(judged or ""), *(channels(choices[0]) if choices else ())]
     return PlanAnswer(
         [headline(question)],
         {name: asdict(getattr(question, name)) for name in ("model", "hardware")}
         | {"gpus": question.gpus, "global_batch_size": question.batch, "limit_gib": question.limit_gib}
         | {"fixed": dict(question.fixed)},
-        shown(choices),
+        rows,
         choices[0] if choices else None,
         of_gpus=True,
+        verdict=verdict([choice for choice in rows if choice.fits]),
         reasons=[
             *filter(None, lines),
             f"Times are estimates; --sources says where each number is from; {MOST} configurations at most",
@@ -255,14 +259,14 @@ def _memory_table(choice: Choice) -> Table:
 def answer_json(answer: PlanAnswer) -> str:
     """The whole answer as one JSON object; memory in GiB."""
     best = answer.best
-    judged = verdict([choice for choice in answer.choices if choice.fits])
+    judged = answer.verdict
     return json.dumps(
         {
             **answer.asked,
             "verdict": {"is": judged.word, "gain": judged.gain, "error": judged.error} if judged else None,
             "choices": [choice_json(choice) for choice in answer.choices],
             "recommended": best and {"method": best.method, "family": best.family},
-            "costs": best and passes_of(best).to_dict(),
+            "costs": best and costs_of_choice(best).to_dict(),
             "why": answer.reasons,
             "flags": flags_of(best) if best else [],
             "would_fit": answer.remedies,
@@ -270,15 +274,6 @@ def answer_json(answer: PlanAnswer) -> str:
         },
         indent=1,
     )
-
-
-def passes_of(choice: Choice) -> PassCosts:
-    """The times of the choice's passes, as ``vocabpar schedule --costs`` reads them."""
-    request = choice.request
-    factor = request.factor(choice.use)
-    if choice.method == STOCK:
-        return request.costs(factor)
-    return costs_of(request, choice.layers, factor)
 
 
 def choice_json(choice: Choice) -> dict[str, Any]:
@@ -306,77 +301,3 @@ def choice_json(choice: Choice) -> dict[str, Any]:
 
 def _gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: round(value / GIB, 4) for name, value in parts.items()}
-
-
-def flags_of(choice: Choice) -> list[str]:
-    """Megatron's flags for the job's sizes, the layout and this package, beside those of the model itself."""
-    return [*_job_arguments(choice), *placing_flags(choice)]
-
-
-def _job_arguments(choice: Choice) -> list[str]:
-    """The flags that spread the model as the job says, and feed it."""
-    request, model, job = choice.request, choice.request.model, choice.request.job
-    sizes = {
-        "pipeline": job.p,
-        "tensor": job.t,
-        "context": job.c,
-        "expert": job.e,
-    }
-    names = {"context": "--context-parallel-size"}
-    flags = [
-        f"{names.get(of, f'--{of}-model-parallel-size')} {size}" for of, size in sizes.items() if size > 1
-    ]
-    if model.experts:
-        flags += ["--expert-tensor-parallel-size 1"] if job.expert_tensor < job.t else []
-        flags.append(f"--moe-token-dispatcher-type {'flex' if job.flex_dispatcher else 'alltoall'}")
-        backend = request.hardware.flex_backend if job.flex_dispatcher else ""
-        flags += [f"--moe-flex-dispatcher-backend {backend}"] if backend else []
-    flags += ["--sequence-parallel"] if job.t > 1 else []
-    flags += ["--tp-comm-overlap"] if job.tp_overlap and job.t > 1 else []
-    flags += ["--use-distributed-optimizer"] if job.distributed_optimizer else []
-    if job.overlap and job.d * job.c > 1:
-        flags += ["--overlap-grad-reduce"]
-        flags += ["--overlap-param-gather"] if job.distributed_optimizer else []
-    if job.offload:
-        flags += [
-            "--optimizer-cpu-offload",
-            f"--optimizer-offload-fraction {job.offload:g}",
-            "--use-precision-aware-optimizer",
-        ]
-    if job.precision_aware:
-        flags += [
-            "--use-precision-aware-optimizer",
-            "--main-grads-dtype bf16",
-            "--grad-reduce-in-bf16",
-            "--exp-avg-dtype bf16",
-            "--exp-avg-sq-dtype bf16",
-        ]
-    flags += ["--fp8-format hybrid"] if job.fp8 else []
-    flags += ["--fp4-format e2m1"] if job.fp4 else []
-    return [
-        *flags,
-        *_recompute(choice),
-        f"--micro-batch-size {job.micro_batch}",
-        f"--global-batch-size {job.micro_batch * job.m * job.d}",
-    ]
-
-
-def _recompute(choice: Choice) -> list[str]:
-    model, job = choice.request.model, choice.request.job
-    if job.recompute == "full" and job.recomputed < 1.0:
-        return [
-            "--recompute-granularity full",
-            "--recompute-method block",
-            f"--recompute-num-layers {repeated_layers(job, choice.layers)}",
-        ]
-    if job.recompute == "full":
-        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    if job.recompute != "selective":
-        return []
-    modules = [
-        "layernorm",
-        *(["mlp"] if model.share("-") else []),
-        *(["moe_act"] if model.experts else []),
-    ]
-    modules += ["mla_up_proj"] if model.latent else []
-    return ["--recompute-granularity selective", f"--recompute-modules {' '.join(modules)}"]

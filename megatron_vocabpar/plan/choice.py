@@ -174,6 +174,15 @@ def costs_of(request: Request, layers: tuple[int, ...], factor: float = 1.0) -> 
     return costs_of_stages(costs, model, request.job, request.hardware, stages)
 
 
+def costs_of_choice(choice: Choice) -> PassCosts:
+    """The times of the choice's passes, as ``vocabpar schedule --costs`` reads them."""
+    request = choice.request
+    factor = request.factor(choice.use)
+    if choice.method == STOCK:
+        return request.costs(factor)
+    return costs_of(request, choice.layers, factor)
+
+
 def priced_ms(request: Request, length_ms: float, layers_share: float, use: Use) -> float:
     """The ms of a schedule that takes ``length_ms`` where layers have the factor 1.
 

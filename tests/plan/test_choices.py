@@ -11,8 +11,8 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.plan.advice import redistribution, remedies
-from megatron_vocabpar.plan.answer import flags_of
 from megatron_vocabpar.plan.choice import Choice, Request, costs_of
+from megatron_vocabpar.plan.choice_flags import flags_of
 from megatron_vocabpar.plan.choices import all_choices, best_of, choice_of, choices_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job

@@ -18,8 +18,9 @@ from megatron_vocabpar.plan import choices as choosing
 from megatron_vocabpar.plan import configurations as planning
 from megatron_vocabpar.plan import orders
 from megatron_vocabpar.plan.advice import binds, shares, shown, sources, stock_best
-from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json, flags_of
+from megatron_vocabpar.plan.answer import answer_for_gpus, answer_json
 from megatron_vocabpar.plan.choice import Choice, Request
+from megatron_vocabpar.plan.choice_flags import flags_of
 from megatron_vocabpar.plan.choices import choice_of, choices_of, mapping
 from megatron_vocabpar.plan.configurations import (
     best_configurations,

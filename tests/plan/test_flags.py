@@ -11,9 +11,8 @@ import pytest
 
 from megatron_vocabpar.megatron_lm.flags import config_from_argv
 from megatron_vocabpar.megatron_lm.rules.check import check
-from megatron_vocabpar.plan.answer import flags_of
 from megatron_vocabpar.plan.choice import Choice, Request
-from megatron_vocabpar.plan.choice_flags import placing_flags
+from megatron_vocabpar.plan.choice_flags import flags_of, placing_flags
 from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.given import read_words
 from megatron_vocabpar.plan.hardware import hardware_named
