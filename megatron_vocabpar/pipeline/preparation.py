@@ -33,10 +33,12 @@ def prepare(
     recorded = record_ends(call, placement, rank.pipeline_rank)
     first, last = recorded.get(0), recorded.get(placement.loss_stage)
     vocab_size = model.shard.range.vocab_size if model else None
-    drops = call.options.drop_masked and not call.forward_only
-    of_loss, of_first = call.chunks[-1], call.chunks[0]
-    labels = None if last is None else [heads.head_labels(of_loss, each, vocab_size, drops) for each in last]
-    tokens = None if first is None else [heads.embedded_tokens(of_first, each) for each in first]
+    labels = tokens = None
+    if last is not None:
+        drops = call.options.drop_masked and not call.forward_only
+        labels = [heads.head_labels(call.chunks[-1], batch, vocab_size, drops) for batch in last]
+    if first is not None:
+        tokens = [heads.embedded_tokens(call.chunks[0], batch) for batch in first]
     microbatches = share_microbatches(
         Batches(tokens, labels),
         groups=rank.groups,
