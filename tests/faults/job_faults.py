@@ -96,7 +96,7 @@ def processes() -> Iterator[Fault]:
         yield Fault(f"stopped-{name}", code, "vocabpar train: interrupted", plant=at(1, 2, "1F0", by(number, parent=True)))
         yield Fault(f"stopped-{name}-to-all", code, "vocabpar train: interrupted", plant=at(0, 3, "0F1", plants.to_both(number)))
         yield Fault(f"stopped-{name}-while-saving", code, "vocabpar train: interrupted", SAVING_TWICE, plant=while_saving(1, by(number, parent=True)))
-    for name, module, function in (("check", "job", "check"), ("prepare", "job", "prepare"), ("report", "report", "write_report")):
+    for name, module, function in (("check", "run_job", "check"), ("prepare", "run_job", "prepare"), ("report", "report", "write_report")):
         yield Fault(f"stopped-SIGINT-in-{name}", 130, "vocabpar train: interrupted", plant=instead(f"megatron_vocabpar.train.{module}", function, by(INT)))
     yield Fault("stopped-ctrl-c-by-the-shell", 130, "vocabpar train: interrupted", real=True, meanwhile=_interrupted_soon)
     interrupts = f"import os; os.kill(os.getpid(), {int(INT)})"
