@@ -52,7 +52,9 @@ def reported(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
     A job that ends by an error is reported too, by what it left, if it has written metrics.
     """
-    before = _metrics_written(folder)
+    before: dict[Path, int] = {}
+    with suppress(OSError):  # the job's own checks say what is wrong with its folder
+        before = _metrics_written(folder)
     try:
         yield
     except BaseException:

@@ -4,7 +4,7 @@ Nothing is written to the results folder before the checks and the preparation h
 starts the ranks of each method as processes of this machine. Under torchrun it is itself one rank: rank 0
 prepares, and all ranks train one method after the other.
 
-Next: ``trainer.py`` (one rank), ``report.py`` (the results page, which the command writes in the end).
+Next: ``trainer.py`` (one rank), ``report.py`` (the results page, which the command writes at the end).
 """
 
 from __future__ import annotations
