@@ -83,12 +83,13 @@ class GradientSync:
     def of(
         call: Call, schedule: Schedule, rank: int, written: Mapping[Writer, Sequence[torch.nn.Parameter]]
     ) -> GradientSync:
-        """That of a call, with the functions of Megatron's configuration.
+        """Make the ``GradientSync`` of a call; its functions are those of Megatron's configuration.
 
         Args:
+            call: the call, with its configuration and chunks.
             schedule: the passes of all ranks.
             rank: this pipeline rank.
-            written: as above.
+            written: as for the class.
         """
         config, placement = call.config, schedule.placement
         # Megatron aligns stages as all but the first reduce in a bubble; with W there is none.

@@ -54,10 +54,6 @@ class Rank:
         return self.groups.stage
 
     @property
-    def is_first(self) -> bool:
-        return self.pipeline_rank == self.placement.first_rank
-
-    @property
     def is_last(self) -> bool:
         return self.pipeline_rank == self.placement.last_rank
 

@@ -7,12 +7,12 @@ later, and a program of your own may give any plan. So every decision of the mod
     ------------------------------------  ----------------------  ----------------------------------------
     vocabulary layers whole or in shards  model_choice.decided    is refused: ForwardBackward.use, plan
     model chunks on a rank                Megatron                is refused: check_built_for
-    which rank has which stage            the family's shape      is refused: check_built_for
+    which rank has which stage            open_schedules          is refused: check_built_for
     further heads, and their stage        the layout              is refused: check_built_for
     layers of a stage                     the layout              cannot: plans count the layers as built
-    whether layers can delay gradients    the open families       with W: is refused where they cannot;
+    whether layers can delay gradients    open_schedules          with W: is refused where they cannot;
                                                                   without W: B computes them (split_w/)
-    buckets of gradients on every rank    the open families       runs: each gradient is reported when it
+    buckets of gradients on every rank    open_schedules          runs: each gradient is reported when it
                                                                   is complete (gradients.py)
     Megatron's plans of layers (pairs)    --overlap-moe-expert-   runs: the same plans, F and B by turns
                                           parallel-comm
