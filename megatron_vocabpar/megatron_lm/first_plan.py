@@ -9,7 +9,7 @@ Next: ``planning.py``, which runs the plan and measures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -49,21 +49,24 @@ class FirstPlan:
 
     Attributes:
         request: of the training's plans, with the costs of the first ones.
-        why: for ``auto`` a line on what was compared, else empty.
         name: of the training (``kept_plan.training_name``).
         kept: a plan from measured times that an earlier run has kept; None if there is none.
         known: what the planner reads of the training; None for a model that it does not read.
     """
 
     request: PlanRequest
-    why: str
     name: str
     kept: Plan | None
     known: Request | None
 
 
 def first_plan(
-    config: FlagConfig, args: Any, chunks: Sequence[Any], m: int, device: torch.device
+    config: FlagConfig,
+    args: Any,
+    chunks: Sequence[Any],
+    m: int,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> FirstPlan:
     """Read on rank 0 what the first plan is made from, and share it; all ranks call this.
 
@@ -73,6 +76,7 @@ def first_plan(
         chunks: the model chunks of this rank.
         m: microbatches of an iteration.
         device: of this rank.
+        say: called on all ranks with a line on what ``auto`` has compared.
     """
     schedules = config.open_schedules(parallel_state.get_pipeline_model_parallel_world_size(), len(chunks))
     stages = layers_of_stages(chunks, schedules.placement)
@@ -80,22 +84,24 @@ def first_plan(
     shared: list[Any] = [None]
     if dist.get_rank() == 0:
         given = None if config.costs is None else PassCosts.load(config.costs)
-        name = training_name(config, args, model_config, given, device)
         known, estimated = first_costs(args, m, stages, device) or (None, None)
+        costs = given or estimated
+        if depths := heads.depths(model_config):
+            costs = costs or PassCosts.default(schedules.p, depths)
+            costs = replace(costs, mtp_depths=depths, mtp_stage=heads.stage_of(model_config))
+        if schedules.has_pairs:
+            costs = (costs or PassCosts.default(schedules.p)).with_hidden(_EXCHANGE, schedules.p)
+        name = training_name(config, args, model_config, given, device)
         folders = [Path(folder) for folder in (args.save, args.load) if folder]
         plans = (kept_plan(folder, name) for folder in folders if config.profile_iterations)
-        shared = [(given or estimated, name, next(filter(None, plans), None), known)]
+        shared = [(costs, name, next(filter(None, plans), None), known)]
     dist.broadcast_object_list(shared, device=device)
     costs, name, kept, known = shared[0]
-    p = schedules.placement.p
-    if depths := heads.depths(model_config):
-        costs = costs or PassCosts.default(p, depths)
-        costs = replace(costs, mtp_depths=depths, mtp_stage=heads.stage_of(model_config))
-    if schedules.has_pairs:
-        costs = (costs or PassCosts.default(p)).with_hidden(_EXCHANGE, p)
     request, why = first_request(config, schedules, m, costs)
+    if why:
+        say(why)
     request = replace(request, layers=[len(stage.layers) + stage.heads for stage in stages])
-    return FirstPlan(request, why, name, kept and plan_from_json(kept), known)
+    return FirstPlan(request, name, kept and plan_from_json(kept), known)
 
 
 def first_request(
@@ -109,10 +115,10 @@ def first_request(
     families = [family.name for family in schedules.families]
     asked = PlanRequest(
         method=config.method,
-        p=schedules.placement.p,
+        p=schedules.p,
         m=m,
         family=config.family,
-        chunks=schedules.placement.chunks,
+        chunks=schedules.chunks,
         costs=costs,
         max_activations=config.max_activations,
         among=families,
@@ -154,11 +160,11 @@ def layers_of_stages(chunks: Sequence[torch.nn.Module], placement: Placement) ->
 
 
 def _layers(chunk: Any) -> StageLayers:
-    heads = len(getattr(getattr(chunk, "mtp", None), "layers", ()))
+    further = len(getattr(getattr(chunk, "mtp", None), "layers", ()))
     layers = layers_of(chunk)
-    layers = layers[: len(layers) - heads]
+    layers = layers[: len(layers) - further]
     sparse = sum(hasattr(getattr(layer, "mlp", None), "router") for layer in layers)
-    return StageLayers([DENSE] * (len(layers) - sparse) + [SPARSE] * sparse, heads)
+    return StageLayers([DENSE] * (len(layers) - sparse) + [SPARSE] * sparse, further)
 
 
 def first_costs(

@@ -11,7 +11,7 @@ from megatron_vocabpar.option import option
 from megatron_vocabpar.pipeline.options import DEFAULTS, VocabOptions
 from megatron_vocabpar.schedule.make.families import SEARCH, Family, claimed_peak, families, family_named
 from megatron_vocabpar.schedule.words.methods import BASELINE, DEFAULT, METHODS, VOCAB_2, method_named
-from megatron_vocabpar.schedule.words.placement import Placement
+from megatron_vocabpar.schedule.words.placement import Placement, Shape
 
 AUTO = "auto"
 FAMILIES = (*families(), SEARCH, AUTO)
@@ -29,18 +29,31 @@ class OpenSchedules:
 
     Attributes:
         families: the families that the schedule may come from.
-        placement: the map from chunks to stages, the same in all of them.
-        most_activations: the most microbatches whose activations a rank may hold; for ``search`` and ``auto``
-            by default what 1F1B needs with vocab-2, else None: what the family needs.
+        p: pipeline size.
+        chunks: model chunks on each rank.
+        shape: how stages are placed on ranks, the same in all of the families.
+        most_activations: the most microbatches whose activations a rank may hold, as given; by default for
+            ``search`` and ``auto`` what 1F1B needs with vocab-2, for one family None: what that family needs.
         has_pairs: the schedule may have pairs, which hide the exchange between experts.
         splits_w: weight gradients may be separate passes.
     """
 
     families: tuple[Family, ...]
-    placement: Placement
+    p: int
+    chunks: int
+    shape: Shape
     most_activations: float | None
     has_pairs: bool
     splits_w: bool
+
+    @property
+    def placement(self) -> Placement:
+        """The map from chunks to stages.
+
+        Raises:
+            ValueError: if no pipeline has this size, or no rank this many chunks.
+        """
+        return Placement(self.p, self.chunks, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +175,16 @@ class FlagConfig:
         return any(family.shape != "standard" for family in self._families(2))
 
     def open_schedules(self, p: int, chunks: int) -> OpenSchedules:
-        """What the flags leave open, on ``p`` ranks with this many model chunks each.
-
-        Raises:
-            ValueError: if there is no rank, or no chunk.
-        """
+        """What the flags leave open, on ``p`` ranks with this many model chunks each."""
         fitting, cap = self._families(chunks), self.max_activations
-        shape = fitting[0].shape if fitting else "standard"
+        shape: Shape = fitting[0].shape if fitting else "standard"
         if cap is None and self.family in (SEARCH, AUTO):
             cap = claimed_peak(method_named(VOCAB_2), p, family_named("1f1b"), 1)
         return OpenSchedules(
             families=fitting,
-            placement=Placement(p, chunks, shape),
+            p=p,
+            chunks=chunks,
+            shape=shape,
             most_activations=cap,
             has_pairs=any(family.pairs for family in fitting),
             splits_w=any(family.splits_w for family in fitting),

@@ -89,7 +89,7 @@ def _layout(module: torch.nn.Module, ddp_config: Any) -> Any:
 
 def buckets_of(config: FlagConfig, p: int, t: int, chunks: int) -> str:
     """The method, and after a colon what decides which bucket has which parameters; empty for stock's."""
-    shape = config.open_schedules(p, chunks).placement.shape
+    shape = config.open_schedules(p, chunks).shape
     if not config.partitions_vocabulary and shape == "standard":
         return ""
     layers = "partitioned" if config.partitions_vocabulary else "whole"

@@ -22,11 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron_vocabpar.megatron_lm.first_plan import first_plan
 from megatron_vocabpar.megatron_lm.flag_config import AUTO, FlagConfig
 from megatron_vocabpar.megatron_lm.flags import FLAGS
-from megatron_vocabpar.megatron_lm.kept_plan import (
-    PLAN_FILE,
-    keep_costs,
-    keep_plan,
-)
+from megatron_vocabpar.megatron_lm.kept_plan import PLAN_FILE, keep_costs, keep_plan
 from megatron_vocabpar.megatron_lm.watchers import IdleTime, TimelineFile, iteration
 from megatron_vocabpar.pipeline.forward_backward import Callbacks, ForwardBackward, vocab_groups
 from megatron_vocabpar.pipeline.tuning.measured_plan import MeasuredPlan, Plans, WriteOrder
@@ -85,7 +81,7 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
     model, m = call["model"], call["num_microbatches"]
     chunks: Sequence[Any] = model if isinstance(model, list) else [model]
     device = next(weight for chunk in chunks for weight in chunk.parameters()).device
-    first = first_plan(config, args, chunks, m, device)
+    first = first_plan(config, args, chunks, m, device, say)
     plans = Plans(first.request, WriteOrder.of(chunks))
     plan = first.kept or plans(m)
     channels = config.options.channels
@@ -126,9 +122,8 @@ def build(config: FlagConfig, args: Any, call: dict[str, Any]) -> Watched:
         watchers.append(TimelineFile(run, config.timeline, folder))
     if args.log_throughput:
         watchers.append(IdleTime(run, args.log_interval))
+    plan = run.plan(m)  # a kept plan may be for another number of microbatches
     agree("plan", {"digest of the plan": program_digest(plan.program)}, _patience(args) / 2)
-    if first.why:
-        say(first.why)
     if dist.get_rank() == 0:
         say(planned(first.request.family_name, plan))
     return Watched(run, timeline, watchers)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,7 +57,9 @@ def test_a_plan_is_kept_for_the_same_layers_alone() -> None:
     assert names == [name(*training, iterations=8) for training in trainings]
 
 
-def test_a_kept_plan_is_used_for_the_same_training_alone(tmp_path: Path) -> None:
+def test_a_kept_plan_is_used_for_the_same_training_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = transformer_config(Case(pp=2))
     plan = plan_for(PlanRequest(method="vocab-2", p=2, m=3, costs=COSTS))
     args = SimpleNamespace(world_size=2, seq_length=8, micro_batch_size=1, padded_vocab_size=64)
@@ -71,7 +74,12 @@ def test_a_kept_plan_is_used_for_the_same_training_alone(tmp_path: Path) -> None
     assert text is not None
     assert plan_from_json(text) == plan
     file = tmp_path / "new" / PLAN_FILE
+    monkeypatch.setattr(f"{training_name.__module__}.machine", lambda _: "another")
+    on_another_machine = named(config)
+    monkeypatch.undo()
+    assert named(config) == name
     for other in (
+        on_another_machine,
         named(config, SimpleNamespace(**vars(args) | {"seq_length": 16})),
         named(transformer_config(Case(pp=2, hidden=32))),
     ):

@@ -127,6 +127,15 @@ OF_A_FAMILY: tuple[tuple[str, dict[str, Any], str], ...] = (
         "they give 0 model chunks on each",
     ),
     (
+        "interleaved",
+        {
+            "num_layers": 80,
+            "pipeline_model_parallel_size": 3,
+            "num_layers_per_virtual_pipeline_stage": 1,
+        },
+        "they give 80/3 model chunks on each of 3 ranks",
+    ),
+    (
         "1f1b",
         {"num_layers": 6},
         "--num-layers 6: 6 layers do not divide into 1 model chunks on each of 4",

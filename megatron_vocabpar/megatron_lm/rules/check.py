@@ -122,7 +122,7 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
     """
     chunks = model_chunks(args)
     p, megatron = args.pipeline_model_parallel_size, Facts(settings=args)
-    schedules = config.open_schedules(p, max(1, chunks.numerator))  # a rule refuses less than one chunk
+    schedules = config.open_schedules(p, chunks.numerator)
     return replace(
         megatron,
         options=config.options,
@@ -133,7 +133,7 @@ def facts_of(args: Any, config: FlagConfig) -> Facts:
         chunks=chunks,
         splits_w=schedules.splits_w,
         has_pairs=schedules.has_pairs,
-        in_v=schedules.placement.shape == "vshape",
+        in_v=schedules.shape == "vshape",
         redistributes=config.redistribute,
         final_stage_layers=config.final_stage_layers,
         profile_iterations=config.profile_iterations,
