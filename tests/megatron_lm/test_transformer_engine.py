@@ -195,6 +195,11 @@ DEFAULT = (Case("zb-h1"), Case("v-half", model="grouped experts", both=NOT_FUSED
     ids=str,
 )
 def test_trains_as_stock(case: Case, record_property: Record) -> None:
+    if case.model == "deepseek" and case.pp == 4 and not is_since("0.17"):
+        pytest.skip(
+            "before 0.17 a stage without experts sums auxiliary losses of another length than those with "
+            "experts, in stock too, if the model has a further head"
+        )
     check(case, record_property, losses=1e-5, norms=1e-5, evaluations=1e-5)
 
 
