@@ -125,11 +125,14 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path, model:
     first = pretrain(*flags, *measured, *shown, pp=2, iterations=ITERATIONS)
     plain = pretrain(*flags, pp=2, iterations=ITERATIONS)
     again = pretrain(*flags, *measured, pp=2, iterations=ITERATIONS)
+    of_24 = pretrain(*flags, *measured, "--global-batch-size", "48", pp=2, iterations=1)
     (switched,) = [line for line in lines(first) if "switched" in line]
     assert "measured 2 iterations of " in switched
     assert sum("ms an iteration with the plan from measured times" in line for line in lines(first)) == 1
     assert not any("measured" in line for line in lines(plain))
-    assert any("vocab_parallel_plan.json is used again" in line for line in lines(again))
+    for log, m in (again, 6), (of_24, 24):
+        assert any("vocab_parallel_plan.json is used again" in line for line in lines(log))
+        assert any(f", {m} microbatches: planned idle time" in line for line in lines(log))
     _check_costs(tmp_path / "plans" / "vocab_parallel_costs.json")
     losses, norms = (scalars(tmp_path / "logs")[tag] for tag in ("lm loss", "grad-norm"))
     for other, of_losses, of_norms in (("first", losses, norms), ("again", again.losses, again.norms)):
