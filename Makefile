@@ -29,8 +29,8 @@ TRITONS ?= 3.4.0 3.6.0 3.7.1
 TWO := -n 2 --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# What pip compiles on one core, this compiles on all.
-COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
+# What pip compiles on one core, this compiles on all; and ours, for processes that write no compiled files.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib megatron_vocabpar tests > /dev/null || true
 INSTALLED := $(VENV)/.vocabpar-installed
 # Its Python alone, over whose compiled part tests put a stand-in; they are skipped without it.
 TRANSFORMER_ENGINE ?= transformer_engine==2.11.0
