@@ -13,6 +13,7 @@ Next: ``train/on_cpu.py`` of the package, what a rank does.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib
@@ -46,8 +47,9 @@ def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any
             importlib.import_module(module)
         gather_separately()
         arguments = importlib.import_module("megatron.training.arguments")
-        inspect.getsource = functools.cache(inspect.getsource)
-        arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))  # reads many sources
+        inspect.getsource, ast.parse = functools.cache(inspect.getsource), functools.cache(ast.parse)
+        # Reads and parses many sources.
+        arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     for line in sys.stdin:
         job = json.loads(line)
         ranks = []
