@@ -25,7 +25,7 @@ sys.addaudithook(record)
 ROOMS = {"layers", "megatron_lm", "pipeline", "plan", "runtime", "schedule"}
 OF_THE_PLANNER = {
     "choice", "choice_flags", "choices", "decoder", "given", "hardware", "job", "layer_counts",
-    "model", "pattern", "stage_memory", "plays", "price", "read_arguments", "times",
+    "model", "orders", "pattern", "stage_memory", "plays", "price", "read_arguments", "times",
 }  # fmt: skip
 """``choose`` and its model: neither readers of scripts and configurations nor searches and tables."""
 
@@ -38,7 +38,7 @@ def check(names: set[str]) -> None:
         modules[room] |= {rest[0]} - {""} if rest else set()
     rooms = {room for room in modules if (ROOT / "megatron_vocabpar" / room).is_dir() and room}
     assert rooms - {"train"} == ROOMS
-    assert modules["train"] <= {"cpu", "on_cpu"}  # without a GPU, as here
+    assert modules["train"] <= {"core_on_cpu", "on_cpu"}  # without a GPU, as here
     assert modules["plan"] - OF_THE_PLANNER == set()
     assert "draw" not in modules["schedule"]
 
