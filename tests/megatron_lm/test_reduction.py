@@ -58,6 +58,6 @@ def test_every_rank_reduces_while_gradients_are_computed(
         assert first["in passes"] == 0  # Megatron counts reports in the first iteration
         for line in later:
             assert first["all"] == line["all"] == line["in passes"] > line["early"] > 0
-    compare = np.testing.assert_allclose if DISTRIBUTED in options else np.testing.assert_array_equal
-    compare(overlapping.losses, apart.losses)
-    compare(overlapping.norms, apart.norms)
+    tolerance = 2**-22 if DISTRIBUTED in options else 0.0  # two units of float32's last place
+    np.testing.assert_allclose(overlapping.losses, apart.losses, rtol=tolerance)
+    np.testing.assert_allclose(overlapping.norms, apart.norms, rtol=tolerance)
