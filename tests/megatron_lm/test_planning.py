@@ -125,7 +125,7 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(tmp_path: Path, model:
     first = pretrain(*flags, *measured, *shown, pp=2, iterations=ITERATIONS)
     plain = pretrain(*flags, pp=2, iterations=ITERATIONS)
     again = pretrain(*flags, *measured, pp=2, iterations=ITERATIONS)
-    of_24 = pretrain(*flags, *measured, "--global-batch-size", "48", pp=2, iterations=1)
+    of_24 = pretrain(*flags, *measured, "--global-batch-size", "48", pp=2, iterations=3)
     (switched,) = [line for line in lines(first) if "switched" in line]
     assert "measured 2 iterations of " in switched
     assert sum("ms an iteration with the plan from measured times" in line for line in lines(first)) == 1
