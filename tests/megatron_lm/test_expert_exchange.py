@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
 
 import numpy as np
@@ -156,8 +155,8 @@ def test_what_pairs_hide_is_measured_while_training_goes_on(family: str, tmp_pat
     plan = plan_from_json(json.dumps(json.loads((plans / PLAN_FILE).read_text())["plan"]))
     assert plan.schedule.pairs
     expected = 2 * 1e3 * (2 * ALONE_S - TOGETHER_S)  # of both chunks
-    # Processes share processors: what runs alone may take longer than it sleeps, on some ranks more.
-    assert 0.5 * expected < fmean(plan.costs.hidden_ms) < 1.9 * expected
+    # Processes share processors: what runs alone may take longer than it sleeps.
+    assert all(0.5 * expected < hidden < 1.9 * expected for hidden in plan.costs.hidden_ms)
 
 
 @pytest.mark.parametrize("family", ["search", "auto"])
