@@ -47,8 +47,8 @@ def serve(checkout: str, transformer_engine: str | None = None) -> dict[str, Any
             importlib.import_module(module)
         gather_separately()
         arguments = importlib.import_module("megatron.training.arguments")
+        # Megatron's parser reads and parses many sources: once here, not in every rank.
         inspect.getsource, ast.parse = functools.cache(inspect.getsource), functools.cache(ast.parse)
-        # Reads and parses many sources.
         arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     for line in sys.stdin:
         job = json.loads(line)

@@ -58,6 +58,7 @@ def test_every_rank_reduces_while_gradients_are_computed(
         assert first["in passes"] == 0  # Megatron counts reports in the first iteration
         for line in later:
             assert first["all"] == line["all"] == line["in passes"] > line["early"] > 0
-    tolerance = 2**-22 if DISTRIBUTED in options else 0.0  # two units of float32's last place
-    np.testing.assert_allclose(overlapping.losses, apart.losses, rtol=tolerance)
-    np.testing.assert_allclose(overlapping.norms, apart.norms, rtol=tolerance)
+    # Of norms two units of float32's last place.
+    losses, norms = (1e-7, 2**-22) if DISTRIBUTED in options else (0.0, 0.0)
+    np.testing.assert_allclose(overlapping.losses, apart.losses, rtol=losses)
+    np.testing.assert_allclose(overlapping.norms, apart.norms, rtol=norms)
