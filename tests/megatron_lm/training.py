@@ -248,10 +248,19 @@ class Ranks:
 
     def run(self, processes: int, command: list[str]) -> tuple[bool, str]:
         """Whether all ranks of a job succeeded, and what they printed."""
+        try:
+            return self._run(processes, command)
+        except BaseException:  # pytest-timeout's too: the next job would wait behind this one
+            self.end()
+            raise
+
+    def _run(self, processes: int, command: list[str]) -> tuple[bool, str]:
         if self._process is None:
+            # A rank that is killed while torch compiles leaves a lock, for which all later ranks would wait.
+            self._extensions = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             self._process = subprocess.Popen(
                 self._command,
-                env=self._environment,
+                env=self._environment | {"TORCH_EXTENSIONS_DIR": self._extensions.name},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -283,3 +292,4 @@ class Ranks:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            self._extensions.cleanup()
