@@ -97,7 +97,7 @@ def _with_ends_on_the_outer_layers(rank: int, case: Case) -> Result:
 )
 def test_tokens_that_do_not_count(method: str, options: dict[str, Any]) -> None:
     """Nine tenths of the labels are ignored, and all of the last microbatch's; S sees the others alone."""
-    case = Case(method, pp=2, m=3, labels="mostly ignored", **options)
+    case = Case(method, pp=2, m=3, labels="mostly ignored", steps=1, **options)
     check(case)
     rows = run(case, body=_rows)[0]
     assert set(rows[2::3]) == {1}  # of no such token
@@ -132,7 +132,7 @@ def test_masked_tokens_are_dropped(method: str, options: dict[str, Any]) -> None
 def test_tokens_without_a_gradient_are_not_taken_for_masked(loss: str) -> None:
     """Those alone are dropped whose mask is 0 in the batch."""
     drops = VocabOptions(drop_masked=True)
-    check(Case("vocab-2", pp=1, m=1, layers=1, loss=loss, output_options=drops))
+    check(Case("vocab-2", pp=1, m=1, layers=1, steps=1, loss=loss, output_options=drops))
 
 
 def test_a_loss_of_dropped_tokens_is_refused() -> None:
@@ -171,7 +171,7 @@ def _exponentials(rank: int, case: Case) -> int:
 
 
 def test_variable_lengths_keep_no_more_exponentials() -> None:
-    case = Case(pp=2, m=5)
+    case = Case(pp=2, m=5, steps=1)
     fixed = run(case, body=_exponentials)
     assert run(replace(case, lengths=VARIABLE), body=_exponentials) == fixed
 

@@ -30,7 +30,7 @@ from tests.pipeline.delayed import _Product
 from tests.pipeline.gpt import Case, case_of, iterate
 
 LOOKS = Callbacks(not_finite=print)
-STEPS = 6
+STEPS = 5
 
 
 def counted(rank: int, case: Case) -> dict[bool, list[int]]:

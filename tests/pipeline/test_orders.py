@@ -59,7 +59,8 @@ FAMILIES = {
 @cache
 def _cases() -> dict[str, Case]:
     return {
-        name: case_of(generate(method, 2, 3, family=family)) for name, (method, family) in FAMILIES.items()
+        name: case_of(generate(method, 2, 3, family=family), steps=1)
+        for name, (method, family) in FAMILIES.items()
     }
 
 

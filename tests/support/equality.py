@@ -41,4 +41,4 @@ def check(
 
 
 def layers(pp: int) -> int:
-    return 4 if pp == 4 else 6
+    return 3 if pp == 3 else 4
