@@ -77,7 +77,7 @@ def measured(kind: str | None, given: str) -> tuple[float, int]:
             ("reverse", "logits", 4),
             ("js", "stored", 3 + TOP),
         ],
-        ("js", "states", 5),
+        ("js", "stored", 3 + TOP),
     ),
 )
 def test_memory_as_of_the_plain_loss(kind: str, given: str, numbers: int) -> None:

@@ -16,6 +16,7 @@ from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_v
 from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes
+from tests.cases import covering
 from tests.spawn import run_ranks
 from tests.support.output_layer import autograd
 
@@ -90,8 +91,7 @@ def same_bits(found: Result, expected: Result, name: str) -> None:
     assert (found.dw[V:] == 0).all(), name
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("spread", [0.3, 3.0, 60.0])
+@covering(("dtype", TOLERANCE), ("spread", [0.3, 3.0, 60.0]))
 def test_bitwise_equal(dtype: torch.dtype, spread: float) -> None:
     """Also with logits that span hundreds of exponents, so that shards lie windows apart."""
     inputs = batch(dtype, spread)
@@ -118,9 +118,9 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_equal_to_float64(dtype: torch.dtype, terms: LossTerms) -> None:
+@covering(("dtype", TOLERANCE), ("name", TERMS))
+def test_equal_to_float64(dtype: torch.dtype, name: str) -> None:
+    terms = TERMS[name]
     inputs = batch(dtype, 1.0)
     result = run(inputs, SPLITS["4 uneven"], terms)
     loss, dx, dw = autograd(*inputs, terms)

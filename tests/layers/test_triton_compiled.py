@@ -18,6 +18,7 @@ from megatron_vocabpar.layers.kernels.reference import ROW_COLUMNS
 from megatron_vocabpar.layers.numbers import RowGradient, Slopes, TokenGradient, empty_softmax
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
+from tests.cases import covering
 
 from .compiled import compile_launches, driver
 
@@ -102,10 +103,9 @@ def test_lift(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("values", DTYPES)
-@pytest.mark.parametrize("into", ["bf16", "fp32"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["IB", "dW"])
+@covering(("values", DTYPES), ("into", ["bf16", "fp32"]), ("scaled", [False, True]))
 def test_scatter_add_rows(capability: int, values: str, into: str, scaled: bool) -> None:
+    """Of IB, and scaled of dW."""
     rows, scale = torch.zeros(32, dtype=torch.int64), torch.empty(32) if scaled else None
     out, values_ = torch.empty(64, H, dtype=DTYPES[into]), torch.empty(32, H, dtype=DTYPES[values])
     check(
@@ -115,8 +115,7 @@ def test_scatter_add_rows(capability: int, values: str, into: str, scaled: bool)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("softcap", [False, True])
-@pytest.mark.parametrize("lse", [False, True])
+@covering(("softcap", [False, True]), ("lse", [False, True]))
 def test_kernels_of_the_statistics(capability: int, lse: bool, softcap: bool) -> None:
     """The merge, and what computes a row's factors."""
     n, kernels = 256, dispatch.triton_kernels()
@@ -134,8 +133,7 @@ def test_kernels_of_the_statistics(capability: int, lse: bool, softcap: bool) ->
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("softcap", [None, 30.0])
+@covering(("dtype", DTYPES), ("softcap", [None, 30.0]))
 def test_gradients_of_logits(capability: int, dtype: str, softcap: float | None) -> None:
     """Those that exist, and those that are stored as exponentials; 16-bit logits are read as they are."""
     logits, k, kernels = torch.empty(2, P, dtype=DTYPES[dtype]), torch.empty(2), dispatch.triton_kernels()

@@ -32,6 +32,7 @@ from megatron_vocabpar.layers.partition import VocabRange, even_ranges
 from megatron_vocabpar.layers.targets import ShardTargets, shard_targets
 from megatron_vocabpar.layers.terms import PLAIN, Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
+from tests.cases import covering
 
 from .compiled import pretended_driver
 
@@ -111,13 +112,11 @@ def _statistics(
     return naive_sum(begun, offsets)
 
 
-@pytest.mark.parametrize("hidden", [64, 1024], ids=["P > 2 H", "P < H"])
-@pytest.mark.parametrize("with_a", [False, True], ids=["vocab-1", "vocab-2"])
-@pytest.mark.parametrize("ignored", [0.0, 0.3])
+@covering(("hidden", [64, 1024]), ("with_a", [False, True]), ("ignored", [0.0, 0.3]), pairs=True)
 def test_nothing_is_compiled_after_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, ignored: float, with_a: bool, hidden: int
 ) -> None:
-    """Also where some microbatches have so many tokens that E is scaled in place of dX."""
+    """P > 2 H and P < H; also where some microbatches have so many tokens that E is scaled in place of dX."""
     monkeypatch.setattr(plain, "_WORTH_BYTES", 2 * 45 * (1024 * 4 - 256 * 2))
     launched: list[Any] = []
     found: set[int] = set()
