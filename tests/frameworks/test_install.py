@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 import types
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -220,26 +222,42 @@ def test_what_changes_the_model_is_refused_for_ours_alone() -> None:
         assert refuse(other) == ["stock's", other]
 
 
+def test_verls_plugin_waits_to_be_asked() -> None:
+    program = "import sys, megatron_vocabpar.frameworks.verl_plugin; sys.exit('megatron.core' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "VOCAB_PARALLEL_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def _load_verls_plugin(flags: str, errors: Path) -> None:
+    """In a process of its own, as verl does: it forgives exceptions, and says so at DEBUG alone."""
+    sys.stderr = errors.open("w")
+    os.environ["VOCAB_PARALLEL_FLAGS"] = flags
+    sys.modules.pop("megatron_vocabpar.frameworks.door", None)
+    stock = schedules.get_forward_backward_func
+    try:
+        importlib.import_module("megatron_vocabpar.frameworks.verl_plugin")
+    except Exception:
+        sys.exit(3)
+    sys.exit(2 if schedules.get_forward_backward_func is stock else 0)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected", "code"),
     [
-        (None, "", 0),
-        ("--enable-vocab-parallel", "megatron_vocabpar: on in verl: --enable-vocab-parallel", 1),
+        ("--enable-vocab-parallel", "megatron_vocabpar: on in verl: --enable-vocab-parallel", 0),
         ("--vocab-parallel-family v-half", "vocabulary parallelism in verl: VOCAB_PARALLEL_FLAGS", 1),
     ],
 )
-def test_verls_plugin_waits_to_be_asked_and_fails_aloud(flags: str | None, expected: str, code: int) -> None:
-    """verl forgives a plugin's exceptions, and says so at DEBUG alone."""
-    program = (
-        "import sys\n"
-        "try: import megatron_vocabpar.frameworks.verl_plugin\n"
-        "except Exception: sys.exit(3)\n"
-        "sys.exit('megatron.core' in sys.modules)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "VOCAB_PARALLEL_FLAGS"}
-    environment |= {} if flags is None else {"VOCAB_PARALLEL_FLAGS": flags}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert (done.returncode, expected in done.stderr) == (code, True), done.stderr
+def test_verls_plugin_opens_the_door_or_ends_the_process(
+    flags: str, expected: str, code: int, tmp_path: Path
+) -> None:
+    errors = tmp_path / "stderr"
+    process = get_context("fork").Process(target=_load_verls_plugin, args=(flags, errors))
+    process.start()
+    process.join(60)
+    said = errors.read_text()
+    assert (process.exitcode, expected in said) == (code, True), said
 
 
 def test_a_megatron_that_has_not_been_read_is_a_warning_and_strictly_an_error(
