@@ -58,8 +58,8 @@ def test_modules_that_promise_the_standard_library_alone(tmp_path: Path) -> None
 BARE_CALLS = {
     "schedule": ["--pp", "2", "--microbatches", "4"],
     "simulate": ["schedule.json"],
-    "plan": ["--preset", "llama-3.1-8b", "--hardware", "H100", "--pp", "8"],
-    "layout": ["--preset", "llama-3.2-3b", "--pp", "4", "--microbatches", "8"],
+    "plan": ["--preset", "llama-3.2-3b", "--pp", "2", "--microbatches", "4"],
+    "layout": ["--preset", "llama-3.2-3b", "--pp", "2", "--microbatches", "4", "--chunks", "1"],
     "patches": [],
 }
 

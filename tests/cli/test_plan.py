@@ -152,7 +152,7 @@ def test_recomputation_is_full_where_nothing_follows() -> None:
     ],
 )
 def test_the_layout_of_a_script_is_a_row(flags: str, layers: list[int]) -> None:
-    asked = words(4, 8, 12, 32000, "--format", "json")
+    asked = words(4, 4, 12, 32000, "--format", "json")
     answer = json.loads(run(*asked, *flags.split()).output)
     (row,) = [choice for choice in answer["choices"] if choice["family"] == "as given"]
     assert row["layers_per_stage"] == layers

@@ -17,7 +17,7 @@ QUICK = ("gemma-2-9b", 8, "L40S")  # fewer ways fit it than the others
 @of_today
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case == QUICK else pytest.mark.long) for case in CASES],
+    [pytest.param(case, marks=pytest.mark.slow if case == QUICK else pytest.mark.long) for case in CASES],
     ids=lambda case: "-".join(map(str, case)),
 )
 @pytest.mark.timeout(1200)

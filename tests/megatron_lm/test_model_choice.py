@@ -50,7 +50,8 @@ def test_vocabulary_layers_are_whole_where_that_is_faster(asked: str, vocabulary
     "--mtp-num-layers 1",  # with Megatron's default positions, which are learned
 ])  # fmt: skip
 def test_whole_layers_are_left_out_where_they_cannot_be(flags: str) -> None:
-    config, said = decide(f"--vocab-size 1000 --vocab-parallel-family auto {TWO} {flags}")
+    small = "--num-layers 8 --global-batch-size 8"
+    config, said = decide(f"--vocab-size 1000 --vocab-parallel-family auto {TWO} {small} {flags}")
     assert config.method == "vocab-2"
     assert "baseline" not in said
 
