@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,21 +52,34 @@ def chosen_of(rows: Sequence[tuple[int, ...]], pairs: bool) -> set[tuple[int, ..
 
 
 def covering(
-    *columns: tuple[Names, Iterable[Any]], pairs: bool = False, only: bool = False
+    *columns: tuple[Names, Iterable[Any]],
+    pairs: bool = False,
+    only: bool = False,
+    further: Mapping[Names, Sequence[Any]] = MappingProxyType({}),
 ) -> Callable[..., Any]:
     """Parametrize with the product of columns ``(names, values)``; the default run takes what covers them.
 
-    A value of a column with several names is a tuple. With ``only``, no run takes the rest.
+    A value of a column with several names is a tuple. With ``only``, no run takes the rest. The default run
+    takes none of the values in ``further``, by column.
     """
     names = [name for given, _ in columns for name in ([given] if isinstance(given, str) else given)]
     tables = [list(values) for _, values in columns]
     rows = list(product(*(range(len(table)) for table in tables)))
-    chosen = chosen_of(rows, pairs)
+
+    def values_of(row: tuple[int, ...]) -> list[Any]:
+        return [table[index] for table, index in zip(tables, row, strict=True)]
+
+    def is_further(row: tuple[int, ...]) -> bool:
+        return any(
+            value in further.get(given, ()) for (given, _), value in zip(columns, values_of(row), strict=True)
+        )
+
+    chosen = chosen_of([row for row in rows if not is_further(row)], pairs)
 
     def case(row: tuple[int, ...]) -> Any:
         flat: list[Any] = []
-        for (given, _), table, index in zip(columns, tables, row, strict=True):
-            flat += [table[index]] if isinstance(given, str) else table[index]
+        for (given, _), value in zip(columns, values_of(row), strict=True):
+            flat += [value] if isinstance(given, str) else value
         return pytest.param(*flat, marks=() if row in chosen else pytest.mark.slow)
 
     return pytest.mark.parametrize(names, [case(row) for row in rows if row in chosen or not only])

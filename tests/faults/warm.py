@@ -7,6 +7,7 @@ signals, files and exit codes are as they are there.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -128,6 +129,7 @@ def _fork(
     if pid:
         return pid
     try:
+        gc.freeze()  # a collection would write into all that the fork shares
         os.setsid()
         for number, file in enumerate(outputs, start=1):
             if file != -1:

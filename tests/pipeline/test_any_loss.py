@@ -30,6 +30,7 @@ WITH_ENTROPY: dict[str, Any] = {
     ("pp", [1, 2, 3, 4]),
     ("loss", [name for name in LOSSES if name != "entropy"]),
     ("tied", [False, True]),
+    further={"pp": [4]},
 )
 def test_any_loss_trains_as_stock(method: str, pp: int, loss: str, tied: bool) -> None:
     check_with_metrics(Once(method=method, pp=pp, m=pp + 1, loss=loss, tied=tied, layers=equality.layers(pp)))

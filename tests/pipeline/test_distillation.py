@@ -63,6 +63,7 @@ def options_of(kind: str, **more: Any) -> VocabOptions:
     ("method", ["vocab-1", "vocab-2"]),
     ("pp", [1, 2, 3, 4]),
     ("tied", [False, True]),
+    further={"pp": [4]},
 )
 def test_trains_as_unsharded(kind: str, teacher: str, method: str, pp: int, tied: bool) -> None:
     check(

@@ -24,6 +24,7 @@ METHODS = ("vocab-1", "vocab-2", "naive")
     (("pp", "m"), [(1, 2), (2, 2), (2, 5), (3, 1), (3, 7), (4, 2), (4, 4), (4, 9)]),
     ("tied", [False, True]),
     ("position", ["learned_absolute", "rope"]),
+    further={("pp", "m"): [(2, 2), (3, 1), (4, 4)]},
 )
 def test_same_training_as_stock(method: str, pp: int, m: int, tied: bool, position: str) -> None:
     check(Case(method=method, pp=pp, m=m, layers=layers(pp), tied=tied, position=position))
@@ -54,6 +55,7 @@ def test_other_methods(method: str, pp: int, m: int, tied: bool) -> None:
     (("pp", "tp", "dp"), [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]),
     ("position", ["learned_absolute", "rope"]),
     ("tied", [False, True]),
+    further={("pp", "tp", "dp"): [(4, 1, 1)]},
 )
 def test_with_tensor_and_data_parallelism(
     method: str, pp: int, tp: int, dp: int, position: str, tied: bool

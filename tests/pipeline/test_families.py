@@ -78,6 +78,7 @@ def test_with_tensor_and_data_parallelism(family: str, sizes: str) -> None:
             (2, 3, "standard"),
         ],
     ),
+    further={("pp", "chunks", "shape"): [(2, 1, "standard"), (2, 2, "standard")]},
 )
 def test_any_placement_with_split_weight_gradients(method: str, pp: int, chunks: int, shape: str) -> None:
     """The slowest valid schedule, microbatch after microbatch: the runtime is tested, not the order."""
