@@ -18,7 +18,6 @@ from megatron_vocabpar.layers.output.plain import output_forward
 from megatron_vocabpar.layers.partition import VocabRange
 from megatron_vocabpar.layers.terms import Distillation, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_slopes
-from tests.cases import rest_is_slow
 from tests.layers.shards import both_gradients
 
 TOKENS, WIDTH, VOCAB, TOP = 512, 32, 65536, 16
@@ -68,17 +67,15 @@ def measured(kind: str | None, given: str) -> tuple[float, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "given", "numbers"),
-    rest_is_slow(
-        [
-            ("js", "states", 5),
-            ("forward", "logits", 4),
-            ("reverse", "logits", 4),
-            ("js", "stored", 3 + TOP),
-        ],
+    [
+        ("js", "states", 5),
+        ("forward", "logits", 4),
+        ("reverse", "logits", 4),
         ("js", "stored", 3 + TOP),
-    ),
+    ],
 )
 def test_memory_as_of_the_plain_loss(kind: str, given: str, numbers: int) -> None:
     plain, _ = measured(None, given)

@@ -14,13 +14,16 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
+from tests.cases import rest_is_slow
+
 from .stub_driver import environment
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds a driver that does nothing")
-def test_arguments_are_those_of_tritons_own_launch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "names"), rest_is_slow([("bfloat16", 4), ("float16", 7)], ("bfloat16", 4)))
+def test_arguments_are_those_of_tritons_own_launch(dtype: str, names: int, tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "tests.layers.stub_driver"],
+        [sys.executable, "-m", "tests.layers.stub_driver", dtype],
         env={**os.environ, **environment(tmp_path)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -30,5 +33,5 @@ def test_arguments_are_those_of_tritons_own_launch(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-4000:]
     kernels, launches, past = (int(word) for word in result.stdout.split() if word.isdigit())
-    assert kernels == 7
+    assert kernels == names
     assert past > launches / 2

@@ -117,6 +117,7 @@ def test_ranks_take_about_what_the_mean_layers_would(shape: str) -> None:
     assert cut([1.0] * 8, (3, 3, 2, 0), range(4)) == (3, 3, 2, 0)
 
 
+@pytest.mark.slow
 def test_a_plan_places_the_bars() -> None:
     """Stages take together what the mean layer says, and bars are better than layers divided evenly."""
     request = Request(NEMOTRON, Job(p=4, t=2, m=4), H100, 80.0)
