@@ -25,8 +25,10 @@ PYTEST_ARGS ?=
 MATRIX ?= 0.14.0 0.15.3 0.16.1
 TRITONS ?= 3.4.0 3.6.0 3.7.1
 
-# Two processes; a file in one of them, so that they share no ranks.
+# Processes for two cores; a file in one of them, so that they share no ranks. Short tests wait in turns, for a
+# process that they start or for a time that they measure, and leave room for a third one.
 TWO := -n 2 --dist loadfile
+THREE := -n 3 --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What pip compiles on one core, this compiles on all; and ours, for processes that write no compiled files.
@@ -56,7 +58,7 @@ train: $(INSTALLED)-train
 	$(BIN)/python -m lab emulate $(EMULATE)
 
 test: $(INSTALLED)-test
-	$(BIN)/python -m pytest $(TWO) -m "not slow and not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(THREE) -m "not slow and not long" $(PYTEST_ARGS)
 
 test-ci: $(INSTALLED)-test
 	$(BIN)/python -m pytest $(TWO) -m "not long" $(PYTEST_ARGS)
