@@ -30,7 +30,7 @@ def test_here(): pass
 """
 
 
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_line_at_the_end(processes: int, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     (tmp_path / "test_file.py").write_text(FILE)

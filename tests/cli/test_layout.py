@@ -155,6 +155,7 @@ def test_the_answer_is_json_if_asked() -> None:
     assert answer["ours"]["method"] != "stock"
 
 
+@pytest.mark.slow
 def test_the_fastest_saver_of_memory_is_taken() -> None:
     """A full recomputation of an eighth of the layers becomes one of 58 %, slower than a selective one."""
     flags = "--num-layers 12 --hidden-size 3072 --num-attention-heads 24 --num-query-groups 8 --swiglu"

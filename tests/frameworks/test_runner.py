@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -20,6 +19,7 @@ from megatron_vocabpar.frameworks.install import config_from
 from megatron_vocabpar.frameworks.replaced_functions import FUNCTIONS, answering
 from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
+from tests.cases import covering
 from tests.pipeline.gpt import Case, _arrays, _differences, batch, build_chunks, parallel_groups
 from tests.spawn import run_ranks
 
@@ -124,8 +124,7 @@ def step(_: int, case: Case, name: str, reference: Any = None) -> Any:
         return reports, gradients if reference is None else _differences([module], gradients, reference)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize(("name", "rows"), [("in_forward_step", 2), ("in_loss_func", 1)])
+@covering((("name", "rows"), [("in_forward_step", 2), ("in_loss_func", 1)]), ("pp", [1, 2]))
 def test_a_step_equals_that_on_logits(name: str, rows: int, pp: int) -> None:
     case = Case("vocab-2", pp=pp, m=3, micro_batch_size=rows)
     [(expected, gradients)] = run_ranks(1, step, case.unsharded(), name)

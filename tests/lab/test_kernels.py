@@ -22,6 +22,7 @@ from lab.verbs.kernels import kernels_command
 from megatron_vocabpar.doctor.environment import file_name
 from megatron_vocabpar.layers.output.plain import OutputState
 from megatron_vocabpar.layers.partition import VocabRange
+from tests.cases import rest_is_slow
 from tests.layers import reference
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def test_pytorch_gives_the_layers_result(name: str) -> None:
     assert reference.relative_error(parameter.grad, exact[2]) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", rest_is_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str)
 def test_every_field_that_a_cpu_can_measure_is_there(dtype: torch.dtype) -> None:
     rows = measure_output(SMALL, CPU, dtype, rounds=2)
     assert [row.method for row in rows] == ["vocab-1", "vocab-2", "vocab-1-recompute"]

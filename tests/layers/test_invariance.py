@@ -16,7 +16,7 @@ from megatron_vocabpar.layers.partition import VocabRange, even_ranges, padded_v
 from megatron_vocabpar.layers.softmax_stats import merge_stats, softmax_place
 from megatron_vocabpar.layers.terms import PLAIN, LossTerms
 from megatron_vocabpar.layers.token_loss import loss_of, loss_slopes
-from tests.cases import covering
+from tests.cases import covering, rest_is_slow
 from tests.spawn import run_ranks
 from tests.support.output_layer import autograd
 
@@ -161,7 +161,7 @@ def test_one_shard_alone_is_not_finite() -> None:
 BATCHES = [(2, 1, 1), (3, 2, 3), (7, 0, 1), (64, 40, 2), (257, 256, 8), (513, 300, 1), (2048, 2047, 1)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", rest_is_slow([torch.float32, torch.float16], torch.float16), ids=str)
 def test_the_same_token_in_every_batch(dtype: torch.dtype) -> None:
     """Loss and dX of a token, whatever stands around it, on three threads too."""
     x, weight, _, _ = batch(dtype)

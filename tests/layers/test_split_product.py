@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron_vocabpar.layers.split_product import _COLUMN_BITS, _ROW_BITS, TERMS, split_product
+from tests.cases import covering
 
 TOLERANCE = {torch.float32: 1e-7, torch.bfloat16: 1e-7, torch.float16: 1e-7, torch.float64: 2e-15}
 SHAPES = [(1, 1, 1), (3, 24, 5), (300, TERMS + 1, 24), (70, 3 * TERMS, 256)]
 
 
-@pytest.fixture(params=[1, 2, 3, 8], ids=lambda count: f"{count} threads")
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def as_many_threads_after() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    yield
     torch.set_num_threads(before)
 
 
@@ -40,8 +40,10 @@ def test_equal_to_float64(shape: tuple[int, int, int], dtype: torch.dtype) -> No
     assert bool(((found - a @ b).abs() <= TOLERANCE[dtype] * (a.abs() @ b.abs())).all())
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.usefixtures("as_many_threads_after")
+@covering(("dtype", TOLERANCE), ("threads", [1, 2, 3, 8]))
 def test_a_row_is_the_same_bits_in_every_matrix(dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
     a, b = operands((600, 2 * TERMS + 24, 24), dtype)
     one_by_one = torch.cat([split_product(a[row : row + 1], b) for row in range(0, 600, 7)])
     assert torch.equal(split_product(a, b)[::7], one_by_one)

@@ -502,7 +502,9 @@ def parallel_groups(case: Case) -> Iterator[None]:
         if case.experts
         else {}
     )
-    parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp, **experts)
+    parallel_state.initialize_model_parallel(
+        case.tp, case.pp, context_parallel_size=case.cp, create_gloo_process_groups=False, **experts
+    )
     # The generators that CUDA graphs take are a GPU's; those for inference draw nothing.
     model_parallel_cuda_manual_seed(case.seed, inference_rng_tracker=case.graphs, force_reset_rng=True)
     try:

@@ -19,10 +19,10 @@ from tests.support.equality import check
 @pytest.mark.parametrize(
     ("family", "chunks", "method", "p", "m", "tied"),
     [
-        pytest.param("interleaved", 2, "vocab-1", 2, 3, True, marks=pytest.mark.slow),
-        ("interleaved", 2, "vocab-2", 4, 5, False),
-        pytest.param("v-half", 2, "vocab-2", 2, 5, False, marks=pytest.mark.slow),
-        ("v-half", 2, "vocab-1", 4, 5, True),
+        ("interleaved", 2, "vocab-1", 2, 3, True),
+        pytest.param("interleaved", 2, "vocab-2", 4, 5, False, marks=pytest.mark.slow),
+        ("v-half", 2, "vocab-2", 2, 5, False),
+        pytest.param("v-half", 2, "vocab-1", 4, 5, True, marks=pytest.mark.slow),
         ("zb-h1", 1, "vocab-2", 2, 4, True),
         pytest.param("zb-h1", 1, "vocab-1", 4, 5, False, marks=pytest.mark.slow),
         pytest.param("v-zb", 2, "vocab-2", 4, 4, True, marks=pytest.mark.slow),

@@ -58,7 +58,7 @@ def sent(rank: int, case: Case, expected: Result) -> tuple[Counter[str], bool]:
     return +found, is_last
 
 
-@pytest.mark.parametrize("name", rest_is_slow(CASES, "sequence parallel", "tensor parallel"))
+@pytest.mark.parametrize("name", rest_is_slow(CASES, "tensor parallel"))
 def test_the_input_gradient_is_reduced_to_the_last_stage_alone(name: str) -> None:
     method, family, options = CASES[name]
     case = case_of(generate(method, 2, 3, family=family), steps=1, **options)

@@ -108,7 +108,8 @@ def test_on_four_ranks(family: str, method: str, feature: str) -> None:
     check(case(family, method, p=4, m=m, **FEATURES[feature]))
 
 
-@pytest.mark.parametrize("family", [pytest.param("dualpipev", marks=pytest.mark.slow), "1f1b-overlap"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["dualpipev", "1f1b-overlap"])
 def test_one_after_the_other_where_nothing_is_to_be_hidden(family: str) -> None:
     check(case(family, "vocab-1", dp=1, experts=None, steps=1))
 

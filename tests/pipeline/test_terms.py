@@ -48,7 +48,13 @@ def test_same_training_as_unsharded(name: str) -> None:
     method, terms = CASES[name]
     mup = 0.5 if name == "logit scale" else 1.0
     case = Case(
-        method, pp=2, m=3, vocab_size=97, mup_output_mult=mup, output_options=VocabOptions(**asdict(terms))
+        method,
+        pp=2,
+        m=3,
+        steps=1,
+        vocab_size=97,
+        mup_output_mult=mup,
+        output_options=VocabOptions(**asdict(terms)),
     )
     (expected,) = run_ranks(1, _unsharded, case, terms)
     results = run(case, expected)

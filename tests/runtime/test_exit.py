@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOON_S = 120
 
 # Each rank's side stream is in a collective that the other does not join; then rank 1 fails.
@@ -47,6 +49,7 @@ def _ends(process: subprocess.Popen[str], message: str) -> None:
     assert message in said
 
 
+@pytest.mark.slow
 def test_rank_fails_while_side_streams_wait_for_peers(tmp_path: Path) -> None:
     ranks = [_start(IN_A_COLLECTIVE, str(rank), str(tmp_path / "store")) for rank in range(2)]
     _ends(ranks[1], "FloatingPointError: planted")

@@ -50,7 +50,7 @@ def test_results_come_by_rank() -> None:
     ("error", "message"),
     [
         ("no such layer", r"^rank 1 raised ValueError: no such layer\nTraceback .*\n(.*\n)*.*in raises_on"),
-        ("killed", "^rank 1 was killed by signal 9, SIGKILL"),
+        pytest.param("killed", "^rank 1 was killed by signal 9, SIGKILL", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_rank_that_failed_is_named(error: str, message: str) -> None:
