@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_missing_library_skips_the_file_and_a_misspelt_module_does_not(tmp_path: Path) -> None:
     conftest = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
     (tmp_path / "tests").mkdir()

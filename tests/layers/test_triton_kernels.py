@@ -429,7 +429,6 @@ def test_lift(n: int, hidden: int, size: float) -> None:
     ("repeats", ["none", "some", "all"]),
     ("scaled", [False, True]),
     (("count", "hidden"), [(1, 1), (70, 5), (33, 300)]),
-    pairs=True,
 )
 def test_scatter_add_rows(
     out_dtype: torch.dtype, repeats: str, scaled: bool, count: int, hidden: int
@@ -471,7 +470,6 @@ def test_scatter_of_chosen_rows_in_a_known_order() -> None:
     ("lse", [False, True]),
     ("softcap", [False, True]),
     (("n", "hidden"), [(1, 1), (20, 5), (9, 1030), (0, 4)]),
-    pairs=True,
 )
 def test_finish_and_prepare(
     dtype: torch.dtype, given: bool, lse: bool, softcap: bool, n: int, hidden: int

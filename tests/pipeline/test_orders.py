@@ -1,8 +1,8 @@
 """Training in every order that GPUs are free to take: the same gradients, and no memory used by two.
 
 Each case trains one step through the real runtime, which is recorded (``tests/runtime/device_record.py``) and
-then run again in seeded orders (``tests/runtime/device_replay.py``), forty in all and fifteen times as many in
-the slow tests. Each mutant breaks one rule of the runtime; some order must show it.
+then run again in seeded orders (``tests/runtime/device_replay.py``), forty in all and 15 times as many in the
+slow tests. Each mutant breaks one rule of the runtime; some order must show it.
 """
 
 from __future__ import annotations

@@ -66,11 +66,12 @@ def test_equals_unsharded(method: str, pp: int, tied: bool) -> None:
     check(Case(method, pp=pp, m=pp + 1, layers=layers, tied=tied, vocab_size=97, output_options=options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "options"),
     [
         (40, {"vocab_size": 33, "pp": 4}),  # more than there are; the last shard has no id
-        pytest.param(5, {"pp": 2, "tp": 2, "dp": 2}, marks=pytest.mark.slow),
+        (5, {"pp": 2, "tp": 2, "dp": 2}),
     ],
 )
 def test_with_other_options(k: int, options: dict[str, Any]) -> None:

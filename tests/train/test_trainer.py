@@ -102,17 +102,18 @@ def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
     return {name: np.concatenate(parts) if parts[0].ndim == 2 else parts[0] for name, parts in whole.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     [
-        pytest.param("1f1b", "fp32", False, marks=pytest.mark.slow),
-        pytest.param("1f1b", "fp32", True, marks=pytest.mark.slow),
-        pytest.param("1f1b", "bf16", False, marks=pytest.mark.slow),
-        pytest.param("1f1b", "bf16", True, marks=pytest.mark.slow),
+        ("1f1b", "fp32", False),
+        ("1f1b", "fp32", True),
+        ("1f1b", "bf16", False),
+        ("1f1b", "bf16", True),
         ("v-half", "bf16", True),
-        pytest.param("interleaved", "fp32", False, marks=pytest.mark.slow),
-        pytest.param("v-half", "fp32", False, marks=pytest.mark.slow),
-        pytest.param("interleaved", "fp32", True, marks=pytest.mark.slow),
+        ("interleaved", "fp32", False),
+        ("v-half", "fp32", False),
+        ("interleaved", "fp32", True),
     ],
 )
 def test_resumed_training_is_bitwise_the_uninterrupted_one(
