@@ -141,8 +141,8 @@ def test_recomputation_is_full_where_nothing_follows() -> None:
     [
         ("--pipeline-model-parallel-layout Et*3|t*4|t*4|tL", [3, 4, 4, 1]),
         ("--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 1", [5, 3, 3, 1]),
-        ("--decoder-last-pipeline-num-layers 3", [3, 3, 3, 3]),
-        ("--num-virtual-stages-per-pipeline-rank 3", [1] * 12),
+        pytest.param("--decoder-last-pipeline-num-layers 3", [3, 3, 3, 3], marks=pytest.mark.slow),
+        pytest.param("--num-virtual-stages-per-pipeline-rank 3", [1] * 12, marks=pytest.mark.slow),
         ("--num-layers-per-virtual-pipeline-stage 1", [1] * 12),
         (
             "--num-layers 14 --num-layers-per-virtual-pipeline-stage 2 "

@@ -233,7 +233,8 @@ def _load_verls_plugin(flags: str, errors: Path) -> None:
     """In a process of its own, as verl does: it forgives exceptions, and says so at DEBUG alone."""
     sys.stderr = errors.open("w")
     os.environ["VOCAB_PARALLEL_FLAGS"] = flags
-    sys.modules.pop("megatron_vocabpar.frameworks.door", None)
+    for name in ("door", "verl_plugin"):
+        sys.modules.pop(f"megatron_vocabpar.frameworks.{name}", None)
     stock = schedules.get_forward_backward_func
     try:
         importlib.import_module("megatron_vocabpar.frameworks.verl_plugin")

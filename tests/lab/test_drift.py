@@ -53,6 +53,7 @@ def faulty(fault: str, logits: torch.Tensor, targets: torch.Tensor, sizes: list[
     return (target.bfloat16() - (largest + total.log())).double()
 
 
+@pytest.mark.slow
 @given(
     fault=st.sampled_from(sorted(FAULTS)),
     sizes=st.lists(st.integers(3, 40), min_size=2, max_size=8),

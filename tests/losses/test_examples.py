@@ -40,7 +40,7 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", rest_is_slow(ALONE, "losses_logprobs.py", "losses_reductions.py"))
+@pytest.mark.parametrize("name", rest_is_slow(ALONE, "losses_logprobs.py"))
 def test_alone(name: str) -> None:
     shown = _run(f"examples/{name}")
     for text in ALONE[name]:

@@ -13,6 +13,7 @@ from megatron_vocabpar.megatron_lm.flag_config import FlagConfig
 from megatron_vocabpar.megatron_lm.flags import OVERLAP, config_from_argv
 from megatron_vocabpar.megatron_lm.layouts import layers_of
 from megatron_vocabpar.megatron_lm.model_choice import decided
+from tests.cases import covering
 from tests.megatron_lm.training import pretrain, words
 from tests.support.launch_options import ENABLE
 from tests.support.megatron_parser import inside
@@ -35,8 +36,7 @@ def decide(flags: str, world_size: int = 4) -> tuple[FlagConfig, str]:
     return config, "\n".join(lines)
 
 
-@pytest.mark.parametrize("asked", ["auto", "search"])
-@pytest.mark.parametrize(("vocabulary", "whole"), [(1_000, True), (256_000, False)])
+@covering(("asked", ["auto", "search"]), (("vocabulary", "whole"), [(1_000, True), (256_000, False)]))
 def test_vocabulary_layers_are_whole_where_that_is_faster(asked: str, vocabulary: int, whole: bool) -> None:
     config, said = decide(f"--vocab-size {vocabulary} --vocab-parallel-family {asked} {TWO}")
     assert (config.method == "baseline") == whole

@@ -47,12 +47,10 @@ def test_same_training_as_stock(name: str) -> None:
     check_heads(Case(position="rope", **CASES[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method", "tied"),
-    rest_is_slow(
-        [("v-half", "vocab-2", True), ("zb-h1", "vocab-1", False), ("interleaved", "vocab-2", False)],
-        ("v-half", "vocab-2", True),
-    ),
+    [("v-half", "vocab-2", True), ("zb-h1", "vocab-1", False), ("interleaved", "vocab-2", False)],
 )
 def test_in_other_families(family: str, method: str, tied: bool) -> None:
     schedule = generate(method, 2, 3, family=family, costs=PassCosts.default(2, mtp_depths=2))

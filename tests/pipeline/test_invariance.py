@@ -38,5 +38,6 @@ def test_same_bits_on_every_pipeline(method: str, pp: int) -> None:
             assert not any(getattr(result, kind).values())  # differences from the reference
 
 
+@pytest.mark.slow
 def test_right_too() -> None:
     check(replace(ONE, pp=2))

@@ -87,7 +87,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", rest_is_slow(BESIDE, "distillation"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
 def test_nor_with_what_comes_beside_the_loss(name: str) -> None:
     check(Case(method="vocab-2", pp=2, m=4, steps=STEPS, **BESIDE[name]))
 

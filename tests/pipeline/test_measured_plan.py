@@ -157,6 +157,7 @@ def test_tied_weights_keep_a_plan_that_adds_in_another_order() -> None:
     assert line.endswith("which would change the order of sums (tied embeddings); it stays")
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_made_ends_nothing() -> None:
     (line,) = check(Case(pp=2, m=4), "1f1b", 0, broken=True)
     assert line.endswith("the plan stays: no plan today")

@@ -25,6 +25,7 @@ def differences() -> dict[str, float | str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_are_autograds(case: Case) -> None:
     if hook.wheel() is None:

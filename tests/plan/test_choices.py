@@ -30,7 +30,6 @@ from megatron_vocabpar.schedule.times.costs import PassTimes
 from megatron_vocabpar.schedule.times.redistribution import layout
 from megatron_vocabpar.schedule.words.methods import method_named
 from megatron_vocabpar.schedule.words.passes import PassType
-from tests.cases import rest_is_slow
 
 H200 = hardware_named("h200")
 ON_A100S_RATES = replace(hardware_named("h100"), rates=hardware_named("a100").rates)
@@ -251,9 +250,8 @@ def test_the_rank_of_a_whole_output_layer_and_its_heads_gets_fewer_layers() -> N
         assert max(ranks) < (19 * layer + whole) / 4 + layer
 
 
-@pytest.mark.parametrize(
-    ("method", "family"), rest_is_slow([("vocab-2", "v-half"), ("vocab-1", "v-min")], ("vocab-2", "v-half"))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "family"), [("vocab-2", "v-half"), ("vocab-1", "v-min")])
 def test_stages_that_are_longer_by_turns_are_the_fastest_where_ranks_have_odd_numbers(
     method: str, family: str
 ) -> None:

@@ -42,6 +42,7 @@ def sleeps(folder: str) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_results_come_by_rank() -> None:
     assert run(added_up, 2.0, ranks=2) == [(0, 6.0), (1, 6.0)]
 

@@ -190,7 +190,7 @@ def test_results_folder(base: TrainConfig, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "tied"),
-    [("vocab-2", False), ("baseline", True), *rest_is_slow([("vocab-2", True), ("baseline", False)])],
+    rest_is_slow([(m, tied) for m in ("vocab-2", "baseline") for tied in (False, True)], ("vocab-2", False)),
 )
 def test_checkpoint_loads_into_any_method_and_partition(
     base: TrainConfig, tmp_path: Path, method: str, tied: bool

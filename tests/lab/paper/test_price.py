@@ -12,6 +12,7 @@ from megatron_vocabpar.plan.price import usual_price
 A100 = usual_price().ends[0]
 
 
+@pytest.mark.slow
 def test_a_slope_and_channels_give_what_layers_take() -> None:
     """The package's price of A100: one for all methods, beside runs whose own F + B they have not seen."""
     rows = [row for row in published_passes() if (row.vocab, row.seq_length) == (128000, 2048)]
