@@ -75,10 +75,8 @@ class _Pool:
             context.Process(target=_rank_main, args=(rank, world_size, there))
             for rank, (_, there) in enumerate(pipes)
         ]
-        gc.freeze()  # what all share stays shared: no collection of a rank's writes into it
         for process in self._processes:
             process.start()
-        gc.unfreeze()
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
@@ -142,6 +140,7 @@ def _end_pools() -> None:
 
 
 def _rank_main(rank: int, world_size: int, connection: Connection) -> None:
+    gc.freeze()  # what all share stays shared: no collection of this rank's writes into it
     parent = os.getppid()
     torch.set_num_threads(1)
     ok = True
