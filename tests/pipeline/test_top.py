@@ -21,6 +21,7 @@ from megatron_vocabpar.schedule.words.methods import METHODS
 from tests.cases import covering
 from tests.pipeline.gpt import Case, Result, case_of, run, train
 from tests.spawn import run_ranks
+from tests.support.equality import layers
 
 
 def _unsharded(_: int, case: Case) -> tuple[Result, list[TopLogprobs]]:
@@ -62,8 +63,7 @@ def check(case: Case) -> None:
 )
 def test_equals_unsharded(method: str, pp: int, tied: bool) -> None:
     options = VocabOptions(top_logprobs=5)
-    layers = 3 if pp == 3 else 4
-    check(Case(method, pp=pp, m=pp + 1, layers=layers, tied=tied, vocab_size=97, output_options=options))
+    check(Case(method, pp=pp, m=pp + 1, layers=layers(pp), tied=tied, vocab_size=97, output_options=options))
 
 
 @pytest.mark.slow
