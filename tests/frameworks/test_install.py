@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import types
-from multiprocessing import get_context
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from megatron_vocabpar.frameworks.runner import StepRunner
 from megatron_vocabpar.megatron_lm.bindings import DetectedMegatron
 from megatron_vocabpar.megatron_lm.patch import has_name, original_of
 from megatron_vocabpar.pipeline.model.stage_model import PartitionedModel
+from tests.spawn import run_ranks
 
 OF_FRAMEWORKS = (
     *(*FUNCTIONS, *LABELS, *REFUSED, *SAVED, UPDATE, PROVIDE, ADAPT),
@@ -229,18 +231,19 @@ def test_verls_plugin_waits_to_be_asked() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def _load_verls_plugin(flags: str, errors: Path) -> None:
-    """In a process of its own, as verl does: it forgives exceptions, and says so at DEBUG alone."""
-    sys.stderr = errors.open("w")
+def _load_verls_plugin(_: int, flags: str) -> tuple[int, str]:
+    """The code with which the process would end, and what it says; verl catches every ``Exception``."""
     os.environ["VOCAB_PARALLEL_FLAGS"] = flags
     for name in ("door", "verl_plugin"):
         sys.modules.pop(f"megatron_vocabpar.frameworks.{name}", None)
-    stock = schedules.get_forward_backward_func
-    try:
-        importlib.import_module("megatron_vocabpar.frameworks.verl_plugin")
-    except Exception:
-        sys.exit(3)
-    sys.exit(2 if schedules.get_forward_backward_func is stock else 0)
+    stock, code = schedules.get_forward_backward_func, 0
+    with redirect_stderr(StringIO()) as errors:
+        try:
+            importlib.import_module("megatron_vocabpar.frameworks.verl_plugin")
+        except SystemExit as end:
+            code = int(end.code or 0)
+    assert (schedules.get_forward_backward_func is stock) == bool(code)
+    return code, errors.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -250,15 +253,9 @@ def _load_verls_plugin(flags: str, errors: Path) -> None:
         ("--vocab-parallel-family v-half", "vocabulary parallelism in verl: VOCAB_PARALLEL_FLAGS", 1),
     ],
 )
-def test_verls_plugin_opens_the_door_or_ends_the_process(
-    flags: str, expected: str, code: int, tmp_path: Path
-) -> None:
-    errors = tmp_path / "stderr"
-    process = get_context("fork").Process(target=_load_verls_plugin, args=(flags, errors))
-    process.start()
-    process.join(60)
-    said = errors.read_text()
-    assert (process.exitcode, expected in said) == (code, True), said
+def test_verls_plugin_opens_the_door_or_ends_the_process(flags: str, expected: str, code: int) -> None:
+    ((found, said),) = run_ranks(1, _load_verls_plugin, flags, fresh=True)
+    assert (found, expected in said) == (code, True), said
 
 
 def test_a_megatron_that_has_not_been_read_is_a_warning_and_strictly_an_error(

@@ -6,14 +6,13 @@ import importlib
 import os
 import sys
 from collections import defaultdict
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.megatron_lm.training import ROOT, pretrain
+from tests.spawn import run_ranks
 
 RECORDER = """
 import os, sys
@@ -47,7 +46,7 @@ def check(names: set[str]) -> None:
     assert "draw" not in modules["schedule"]
 
 
-def _import_anew(names: Connection) -> None:
+def _imported_anew(_: int) -> set[str]:
     """What the flag imports of ours, in a process that has Megatron and forgets ours."""
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
@@ -59,17 +58,11 @@ def _import_anew(names: Connection) -> None:
 
     sys.addaudithook(record)
     importlib.import_module("megatron_vocabpar.megatron_lm.replacements")
-    names.send(found)
+    return found
 
 
 def test_the_modules_that_a_training_needs() -> None:
-    context = get_context("fork")
-    here, there = context.Pipe()
-    process = context.Process(target=_import_anew, args=(there,))
-    process.start()
-    there.close()
-    check(here.recv())
-    process.join(60)
+    check(*run_ranks(1, _imported_anew, fresh=True))
 
 
 def test_a_training_beside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
