@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_vocabpar.layers.kernels.reference import ROW_COLUMNS
 from megatron_vocabpar.layers.numbers import RowGradient, Slopes, TokenGradient, empty_softmax
 from megatron_vocabpar.layers.targets import ShardTargets
 from megatron_vocabpar.layers.terms import LossTerms
-from tests.cases import covering
+from tests.cases import covering, rest_is_slow
 
 from .compiled import compile_launches, driver
 
@@ -52,14 +53,18 @@ def test_nothing_of_the_pretended_driver_stays() -> None:
 @pytest.mark.parametrize(
     ("dtype", "columns", "options"),
     [
-        ("bf16", P, {}),
         ("bf16", 8194, {}),  # no multiple of 16: read one by one
-        ("fp32", P, {}),
         ("fp8", P, {}),
         ("fp32", P, {"terms": LossTerms(softcap=30.0, logit_scale=0.5)}),
-        ("bf16", P, {"terms": LossTerms(softcap=30.0), "given": True}),
-        ("bf16", P, {"kept": False}),
         ("fp16", P, {"kept": False, "asked": 3}),
+        *rest_is_slow(
+            [
+                ("bf16", P, {}),
+                ("fp32", P, {}),
+                ("bf16", P, {"terms": LossTerms(softcap=30.0), "given": True}),
+                ("bf16", P, {"kept": False}),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -115,7 +120,9 @@ def test_scatter_add_rows(capability: int, values: str, into: str, scaled: bool)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@covering(("softcap", [False, True]), ("lse", [False, True]))
+@pytest.mark.parametrize(
+    ("lse", "softcap"), rest_is_slow(product([True, False], [True, False]), (True, True))
+)
 def test_kernels_of_the_statistics(capability: int, lse: bool, softcap: bool) -> None:
     """The merge, and what computes a row's factors."""
     n, kernels = 256, dispatch.triton_kernels()
@@ -133,7 +140,7 @@ def test_kernels_of_the_statistics(capability: int, lse: bool, softcap: bool) ->
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@covering(("dtype", DTYPES), ("softcap", [None, 30.0]))
+@covering(("dtype", DTYPES), ("softcap", [None, 30.0]), further={"dtype": ["fp16"]})
 def test_gradients_of_logits(capability: int, dtype: str, softcap: float | None) -> None:
     """Those that exist, and those that are stored as exponentials; 16-bit logits are read as they are."""
     logits, k, kernels = torch.empty(2, P, dtype=DTYPES[dtype]), torch.empty(2), dispatch.triton_kernels()

@@ -144,7 +144,7 @@ PEAKS = {
 }
 
 
-@covering(("peak", PEAKS), ("kept", [True, False]))
+@covering(("peak", PEAKS), ("kept", [True, False]), further={"peak": ["in the last block", "the target"]})
 def test_a_provisional_offset(peak: str, kept: bool) -> None:
     """bf16 takes it from the first 4096 ids of a row; one that is far too small makes it read the row again.
 
@@ -202,7 +202,9 @@ def test_all_targets_alike(target: int, storage: torch.dtype) -> None:
         assert not got.e[:, target].any()
 
 
-@pytest.mark.parametrize("target", [V - 1, -100], ids=["last", "ignored"])
+@pytest.mark.parametrize(
+    "target", [V - 1, pytest.param(-100, marks=pytest.mark.slow)], ids=["last", "ignored"]
+)
 def test_passes_whose_targets_are_all_alike(target: int) -> None:
     """Every remainder then falls into one row of dW, or there is none."""
     x, weight, targets, g = (tensor[::6] if len(tensor) == 60 else tensor for tensor in batch(torch.float32))
@@ -409,7 +411,9 @@ def test_scale_rows(n: int, hidden: int, dtype: torch.dtype) -> None:
 
 
 @covering(
-    ("size", [0.0, 1e-30, 1e-9, 0.3, 1.0, 1e20, 1e36]), (("n", "hidden"), [(1, 1), (5, 1025), (1030, 3)])
+    ("size", [0.0, 1e-30, 1e-9, 0.3, 1.0, 1e20, 1e36]),
+    (("n", "hidden"), [(1, 1), (5, 1025), (1030, 3)]),
+    further={("n", "hidden"): [(1030, 3)]},
 )
 def test_lift(n: int, hidden: int, size: float) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -112,7 +112,7 @@ def _statistics(
     return naive_sum(begun, offsets)
 
 
-@covering(("hidden", [64, 1024]), ("with_a", [False, True]), ("ignored", [0.0, 0.3]), pairs=True)
+@covering(("hidden", [64, 1024]), ("with_a", [False, True]), ("ignored", [0.0, 0.3]))
 def test_nothing_is_compiled_after_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, ignored: float, with_a: bool, hidden: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     ("kind", "with_a", "variants"),
     [
         ("entropy", False, 10),
-        ("entropy", True, 10),
+        pytest.param("entropy", True, 10, marks=pytest.mark.slow),
         ("distillation", False, 8),
         ("naive", False, 7),
         ("8 bits", True, 6),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lab.memory import peak_mib
 from megatron_vocabpar.losses import vocab_cross_entropy, vocab_entropy, vocab_kl, vocab_logprobs
-from tests.cases import rest_is_slow
 
 TOKENS, VOCAB = 512, 65536
 CHUNKS_MIB = 16
@@ -41,13 +40,11 @@ def _peaks(name: str, dtype: torch.dtype) -> tuple[float | None, float | None]:
     return forward, backward
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    rest_is_slow(
-        [*((name, torch.bfloat16) for name in LOSSES), ("log-probabilities", torch.float32)],
-        ("log-probabilities", torch.bfloat16),
-    ),
+    [*((name, torch.bfloat16) for name in LOSSES), ("log-probabilities", torch.float32)],
 )
 def test_backward_takes_one_shard(name: str, dtype: torch.dtype) -> None:
     shard = TOKENS * VOCAB * dtype.itemsize / 2**20

@@ -22,7 +22,7 @@ from megatron_vocabpar.pipeline.rules.option_rules import conflicts
 from megatron_vocabpar.pipeline.rules.rule import require
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.schedule.words.methods import METHODS
-from tests.cases import covering, rest_is_slow
+from tests.cases import covering
 from tests.pipeline.gpt import Case, Result, case_of, run, train
 from tests.pipeline.teachers import unsharded_loss
 from tests.spawn import run_ranks
@@ -82,18 +82,15 @@ def test_trains_as_unsharded(kind: str, teacher: str, method: str, pp: int, tied
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "teacher", "options"),
     [
         ("js", "stored", {"method": "vocab-1", "labels": "ignored"}),
-        *rest_is_slow(
-            [
-                ("reverse", "logits", {"tp": 2, "loss_scale": 65536.0}),
-                ("forward", "stored", {"tp": 2, "dp": 2, "overlap_grad_reduce": True}),
-                ("js", "states", {"dp": 2}),
-                ("forward", "logits", {"labels": "one masked microbatch", "vocab_size": 33, "pp": 4}),
-            ]
-        ),
+        ("reverse", "logits", {"tp": 2, "loss_scale": 65536.0}),
+        ("forward", "stored", {"tp": 2, "dp": 2, "overlap_grad_reduce": True}),
+        ("js", "states", {"dp": 2}),
+        ("forward", "logits", {"labels": "one masked microbatch", "vocab_size": 33, "pp": 4}),
     ],
 )
 def test_with_other_options(kind: str, teacher: str, options: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from tests.support.equality import check
         ("zb-h1", 1, "vocab-2", 2, 4, True),
         pytest.param("zb-h1", 1, "vocab-1", 4, 5, False, marks=pytest.mark.slow),
         pytest.param("v-zb", 2, "vocab-2", 4, 4, True, marks=pytest.mark.slow),
-        ("search", None, "vocab-1", 2, 3, False),
+        pytest.param("search", None, "vocab-1", 2, 3, False, marks=pytest.mark.slow),
         pytest.param("search", None, "vocab-2", 4, 3, True, marks=pytest.mark.slow),
         pytest.param("interleaved", 3, "vocab-2", 2, 4, False, marks=pytest.mark.slow),
         pytest.param("interleaved", 2, "vocab-1", 4, 9, True, marks=pytest.mark.slow),
@@ -110,6 +110,7 @@ UNEVEN = PassCosts(
 )
 
 
-@pytest.mark.parametrize("family", rest_is_slow(["v-half", "interleaved"], "v-half"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["v-half", "interleaved"])
 def test_schedules_for_ranks_that_differ(family: str) -> None:
     check(case_of(generate("vocab-1", 4, 5, family=family, costs=UNEVEN), steps=1))

@@ -55,7 +55,8 @@ def test_packed_sequences(method: str, sizes: dict[str, int]) -> None:
     check(Case(method, pp=2, m=3, lengths=PACKED, **options, **sizes))
 
 
-@pytest.mark.parametrize("method", rest_is_slow(["vocab-2", "baseline"], "vocab-2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["vocab-2", "baseline"])
 def test_packed_sequences_in_a_v(method: str) -> None:
     """The model's first and last stages know where sequences end, as in stock on as many stages."""
     plan = generate(method, 2, 3, family="v-half")
@@ -171,6 +172,7 @@ def _exponentials(rank: int, case: Case) -> int:
     return max(kept)
 
 
+@pytest.mark.slow
 def test_variable_lengths_keep_no_more_exponentials() -> None:
     case = Case(pp=2, m=5, steps=1)
     fixed = run(case, body=_exponentials)

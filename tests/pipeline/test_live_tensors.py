@@ -71,7 +71,6 @@ FAMILIES = ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb")
     ("method", "family"),
     rest_is_slow(
         product(["vocab-1", "vocab-2", "naive", "interlaced", "baseline"], FAMILIES),
-        ("vocab-2", "1f1b"),
         ("vocab-1", "v-zb"),
     ),
 )

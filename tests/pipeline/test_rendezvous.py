@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megatron_vocabpar.schedule.make.generate import generate
-from tests.cases import rest_is_slow
 from tests.pipeline.gpt import Case, Result, case_of, train
 from tests.runtime.rendezvous import rendezvous
 from tests.spawn import run_ranks
@@ -29,14 +28,26 @@ FAMILIES = [
 ]
 
 
+IN_EVERY_RUN = [("vocab-2", "1f1b"), ("vocab-1", "interleaved"), ("vocab-1", "zb-h1")]
+
+
 def _train_all(rank: int, cases: list[tuple[Case, Result]]) -> list[Result]:
     with rendezvous():
         return [train(rank, case, expected) for case, expected in cases]
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), *rest_is_slow([(2, 1), (4, 1), (4, 2), (4, 4)])])
-def test_every_family_trains(p: int, m: int) -> None:
-    cases = [case_of(generate(method, p, m, family=family), steps=1) for method, family in FAMILIES]
+@pytest.mark.parametrize(
+    ("p", "m", "families"),
+    [
+        pytest.param(2, 2, IN_EVERY_RUN, id="2-2-in every run"),
+        *(
+            pytest.param(p, m, FAMILIES, id=f"{p}-{m}", marks=pytest.mark.slow)
+            for p, m in [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+        ),
+    ],
+)
+def test_every_family_trains(p: int, m: int, families: list[tuple[str, str]]) -> None:
+    cases = [case_of(generate(method, p, m, family=family), steps=1) for method, family in families]
     references = [reference(case.unsharded()) for case in cases]
     ranks = run_ranks(p, _train_all, list(zip(cases, references, strict=True)))
     for case, expected, results in zip(cases, references, zip(*ranks, strict=True), strict=True):

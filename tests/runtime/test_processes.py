@@ -83,11 +83,12 @@ def test_a_rank_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert_end(pids_in(tmp_path, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end",
     [
-        pytest.param(lambda p: p.send_signal(signal.SIGINT), id="interrupted", marks=pytest.mark.slow),
-        pytest.param(lambda p: p.terminate(), id="terminated", marks=pytest.mark.slow),
+        pytest.param(lambda p: p.send_signal(signal.SIGINT), id="interrupted"),
+        pytest.param(lambda p: p.terminate(), id="terminated"),
         pytest.param(lambda p: p.kill(), id="killed"),
     ],
 )
