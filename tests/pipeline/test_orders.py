@@ -1,8 +1,8 @@
 """Training in every order that GPUs are free to take: the same gradients, and no memory used by two.
 
 Each case trains one step through the real runtime, which is recorded (``tests/runtime/device_record.py``) and
-then run again in seeded orders (``tests/runtime/device_replay.py``), forty in all and 15 times as many in the
-slow tests. Each mutant breaks one rule of the runtime; some order must show it.
+then run again in seeded orders (``tests/runtime/device_replay.py``), eight of each and 120 in the slow tests.
+Each mutant breaks one rule of the runtime; some order must show it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megatron_vocabpar.runtime.streams import CudaStream
 from megatron_vocabpar.schedule.make.generate import generate
 from megatron_vocabpar.train.core_on_cpu import megatron_on_cpu
 from megatron_vocabpar.train.initial_weights import global_parameters, local_part
+from tests.cases import rest_is_slow
 from tests.pipeline.gpt import (
     Case,
     Result,
@@ -56,12 +57,7 @@ FAMILIES = {
 }
 
 
-@cache
-def _cases() -> dict[str, Case]:
-    return {
-        name: case_of(generate(method, 2, 3, family=family), steps=1)
-        for name, (method, family) in FAMILIES.items()
-    }
+IN_EVERY_RUN = ("vocab-1", "vocab-2", "v-half")
 
 
 def _no_wait_for_the_producer(stream_class: type) -> AbstractContextManager[Any]:
@@ -172,28 +168,25 @@ def _record(case: Case, groups: VocabGroups, reference: Result, mutant: str | No
     return Recorded(recorder.log, expected)
 
 
-def _record_all(_: int, references: dict[str, Result]) -> bytes:
-    cases = _cases()
-    wanted = [(name, None) for name in FAMILIES] + [(MUTATED, mutant) for mutant in MUTANTS]
+def _pickled(_: int, case: Case, reference: Result, mutant: str | None) -> bytes:
+    """The record of this rank with the tensors in it."""
     gpus = {"side_stream": lambda *_: CudaStream(), "send_waiter": lambda _: None}
     streams_ = patch.multiple(forward_backward, **gpus)
-    with megatron_on_cpu(), streams_, parallel_groups(cases[MUTATED]):
-        groups = vocab_groups()
-        logs = {
-            (name, mutant): _record(cases[name], groups, references[name], mutant) for name, mutant in wanted
-        }
-        return pickle.dumps(logs)  # with the tensors in it: this process ends
+    with megatron_on_cpu(), streams_, parallel_groups(case):
+        return pickle.dumps(_record(case, vocab_groups(), reference, mutant))
 
 
 @cache
-def _recorded() -> list[dict[tuple[str, str | None], Recorded]]:
-    references = {name: reference(case.unsharded()) for name, case in _cases().items()}
-    return [pickle.loads(logs) for logs in run_ranks(2, _record_all, references, timeout=120)]
+def _recorded(name: str, mutant: str | None) -> list[Recorded]:
+    method, family = FAMILIES[name]
+    case = case_of(generate(method, 2, 3, family=family), steps=1)
+    ranks = run_ranks(2, _pickled, case, reference(case.unsharded()), mutant)
+    return [pickle.loads(rank) for rank in ranks]
 
 
 def _largest_error(name: str, mutant: str | None, seed: int) -> float:
     """Of all gradients and the loss, relative to their norms, in one order."""
-    ranks = [rank[name, mutant] for rank in _recorded()]
+    ranks = _recorded(name, mutant)
     results = Replay([rank.log for rank in ranks], seed).run()
     errors = [
         float((result[key] - value).norm()) / norm
@@ -203,7 +196,7 @@ def _largest_error(name: str, mutant: str | None, seed: int) -> float:
     return float(torch.tensor(errors).max())  # unlike Python's, NaN where one is
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", rest_is_slow(FAMILIES, *IN_EVERY_RUN))
 @pytest.mark.parametrize("orders", [ORDERS, pytest.param(15 * ORDERS, marks=pytest.mark.slow)])
 def test_every_order_gives_the_gradients_of_the_unsharded_model(name: str, orders: int) -> None:
     for seed in range(orders):
