@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vocabpar.schedule.serialize import from_json
@@ -74,7 +78,18 @@ def open_job(config: TrainConfig, folder: Path, **changes: object) -> TrainConfi
 
 
 def _train(_: int, config: TrainConfig) -> None:
-    train(config, torch.device("cpu"))
+    with _results_in_a_fork():
+        train(config, torch.device("cpu"))
+
+
+@contextmanager
+def _results_in_a_fork() -> Iterator[None]:
+    """Where a checkpoint's writers put their results; Megatron's own process for it imports PyTorch anew."""
+    with (
+        get_context("fork").Manager() as manager,
+        patch.object(filesystem_async, "_results_queue", manager.Queue()),
+    ):
+        yield
 
 
 def run_job(config: TrainConfig) -> list[dict[str, float]]:
@@ -145,7 +160,7 @@ def _train_spoilt(rank: int, config: TrainConfig) -> str:
         return run_step(trainer, batches, step)
 
     with patch.object(_Trainer, "_step", step_with_nan), pytest.raises(ArithmeticError) as error:
-        train(config, torch.device("cpu"))
+        _train(rank, config)
     with megatron_on_cpu():
         parallel_state.destroy_model_parallel()
     return str(error.value)
