@@ -18,6 +18,7 @@ from megatron_vocabpar.plan.choices import choice_of
 from megatron_vocabpar.plan.hardware import hardware_named
 from megatron_vocabpar.plan.job import Job
 from megatron_vocabpar.plan.read_config import model_preset
+from tests.cases import rest_is_slow
 
 SMALL = (
     "--pp", "2", "--microbatches", "6", "--", "--num-layers", "4", "--hidden-size", "512",
@@ -140,14 +141,18 @@ def test_recomputation_is_full_where_nothing_follows() -> None:
     ("flags", "layers"),
     [
         ("--pipeline-model-parallel-layout Et*3|t*4|t*4|tL", [3, 4, 4, 1]),
-        ("--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 1", [5, 3, 3, 1]),
-        pytest.param("--decoder-last-pipeline-num-layers 3", [3, 3, 3, 3], marks=pytest.mark.slow),
-        pytest.param("--num-virtual-stages-per-pipeline-rank 3", [1] * 12, marks=pytest.mark.slow),
-        ("--num-layers-per-virtual-pipeline-stage 1", [1] * 12),
         (
             "--num-layers 14 --num-layers-per-virtual-pipeline-stage 2 "
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             [1, 2, 2, 2, 2, 2, 2, 1],
+        ),
+        *rest_is_slow(
+            [
+                ("--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 1", [5, 3, 3, 1]),
+                ("--decoder-last-pipeline-num-layers 3", [3, 3, 3, 3]),
+                ("--num-virtual-stages-per-pipeline-rank 3", [1] * 12),
+                ("--num-layers-per-virtual-pipeline-stage 1", [1] * 12),
+            ]
         ),
     ],
 )

@@ -474,6 +474,7 @@ def test_scatter_of_chosen_rows_in_a_known_order() -> None:
     ("lse", [False, True]),
     ("softcap", [False, True]),
     (("n", "hidden"), [(1, 1), (20, 5), (9, 1030), (0, 4)]),
+    further={("n", "hidden"): [(9, 1030)]},
 )
 def test_finish_and_prepare(
     dtype: torch.dtype, given: bool, lse: bool, softcap: bool, n: int, hidden: int
@@ -524,6 +525,7 @@ def _on(device: str, tensor: Tensor | None) -> Tensor | None:
     ("method", METHODS),
     ("split", ["uneven", "all-padding shards"]),
     ("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+    further={"method": ["naive"]},
 )
 def test_the_layer_with_triton_kernels(method: str, split: str, dtype: torch.dtype) -> None:
     """The products in PyTorch, everything between them in the kernels, against float64."""

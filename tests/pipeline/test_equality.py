@@ -13,8 +13,7 @@ from megatron_vocabpar.pipeline.forward_backward import ForwardBackward
 from megatron_vocabpar.pipeline.options import VocabOptions
 from megatron_vocabpar.runtime.comm import VocabGroups
 from tests.cases import covering, rest_is_slow
-from tests.pipeline.gpt import Case, train
-from tests.spawn import run_ranks
+from tests.pipeline.gpt import Case, run
 from tests.support.equality import check, layers
 
 METHODS = ("vocab-1", "vocab-2", "naive")
@@ -35,12 +34,12 @@ def test_same_training_as_stock(method: str, pp: int, m: int, tied: bool, positi
 @pytest.mark.parametrize(
     ("method", "pp", "m", "tied"),
     [
-        ("baseline", 4, 5, False),
-        ("interlaced", 4, 5, True),
+        ("baseline", 2, 1, False),
+        ("interlaced", 2, 1, True),
         *rest_is_slow(
             [
-                *(("baseline", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (2, 1, False)]),
-                *(("interlaced", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (2, 1, True)]),
+                *(("baseline", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (4, 5, False)]),
+                *(("interlaced", pp, m, tied) for pp, m, tied in [(1, 2, False), (1, 2, True), (4, 5, True)]),
                 ("interlaced", 2, 1, False),
                 ("interlaced", 4, 5, False),
             ]
@@ -61,7 +60,7 @@ def test_other_methods(method: str, pp: int, m: int, tied: bool) -> None:
 def test_with_tensor_and_data_parallelism(
     method: str, pp: int, tp: int, dp: int, position: str, tied: bool
 ) -> None:
-    check(Case(method=method, pp=pp, tp=tp, dp=dp, m=3, position=position, tied=tied))
+    check(Case(method=method, pp=pp, tp=tp, dp=dp, m=3, position=position, tied=tied, steps=1))
 
 
 @covering(
@@ -128,7 +127,7 @@ def test_a_gpu_without_such_8_bit_products_is_refused(monkeypatch: pytest.Monkey
 )
 def test_two_runs_are_bitwise_equal(method: str, tp: int) -> None:
     case = Case(method=method, pp=2, tp=tp, m=3, steps=1)
-    first, second = (run_ranks(case.pp * tp, train, case) for _ in range(2))
+    first, second = run(case), run(case)
     for a, b in zip(first, second, strict=True):
         assert a.losses == b.losses
         for name, weight in a.weights.items():

@@ -51,7 +51,7 @@ def test_same_training_as_stock(
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tensor parallel": {"tp": 2, "tied": True, "position": "rope"},
+    "tensor parallel": {"tp": 2, "tied": True, "position": "rope", "steps": 1},
     "data parallel": {"dp": 2, "overlap_grad_reduce": True},
     "per-token loss": {"dp": 2, "loss": "tokens", "calculate_per_token_loss": True},
 }

@@ -12,7 +12,9 @@ from tests.cases import rest_is_slow
 from tests.pipeline.gpt import Case, Result, run
 from tests.support.equality import check
 
-ONE = Case(method="vocab-1", m=4, layers=6, vocab_size=1100, output_options=VocabOptions(invariant=True))
+ONE = Case(
+    method="vocab-1", m=4, layers=6, vocab_size=1100, steps=1, output_options=VocabOptions(invariant=True)
+)
 
 
 @cache

@@ -127,7 +127,7 @@ def bytes_of(microbatch: Microbatch) -> int:
 
 
 def test_plans_of_microbatches_are_free_when_their_passes_are_over() -> None:
-    case = Case(method="vocab-2", pp=2, m=16, steps=1)
+    case = Case(method="vocab-2", pp=2, m=12, steps=1)
     for calls in gpt.run(case, body=planned):
         for plans, most, held_bytes in calls:
             assert plans == case.m
@@ -152,7 +152,7 @@ def sent(rank: int, case: Case) -> tuple[int, int]:
 
 
 def test_tensors_over_gloo_are_free_when_they_have_left() -> None:
-    m = 16
+    m = 12
     for rank, (number, most) in enumerate(gpt.run(Case(method="vocab-2", pp=2, m=m, steps=1), body=sent)):
         assert number >= (m if rank else 2 * m)
         assert most <= 8

@@ -66,7 +66,8 @@ def check(case: Case) -> None:
 )
 def test_equals_unsharded(method: str, pp: int, tied: bool) -> None:
     options = VocabOptions(top_logprobs=5)
-    check(Case(method, pp=pp, m=pp + 1, layers=layers(pp), tied=tied, vocab_size=97, output_options=options))
+    sizes = {"pp": pp, "m": pp + 1, "layers": layers(pp), "vocab_size": 97, "steps": 1}
+    check(Case(method, tied=tied, output_options=options, **sizes))
 
 
 @pytest.mark.slow
