@@ -7,24 +7,23 @@ import os
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.megatron_lm.training import ROOT, pretrain
 from tests.spawn import run_ranks
 
-RECORDER = """
+OURS = ("megatron_vocabpar", "lab")
+RECORDER = f"""
 import os, sys
 
 def record(event, arguments):
-    if event == "import" and arguments[0].partition(".")[0] in ("megatron_vocabpar", "lab"):
+    if event == "import" and arguments[0].partition(".")[0] in {OURS}:
         with open(os.path.join(os.environ["IMPORTED"], os.environ.get("RANK", "0")), "a") as file:
             file.write(arguments[0] + "\\n")
 
 sys.addaudithook(record)
 """
-OURS = ("megatron_vocabpar", "lab")
 ROOMS = {"layers", "megatron_lm", "pipeline", "plan", "runtime", "schedule"}
 OF_THE_PLANNER = {
     "choice", "choice_flags", "choices", "decoder", "given", "hardware", "job", "layer_counts",
@@ -33,9 +32,9 @@ OF_THE_PLANNER = {
 """``choose`` and its model: neither readers of scripts and configurations nor searches and tables."""
 
 
-def check(names: set[str]) -> None:
+def check(record: Path) -> None:
     modules = defaultdict(set)
-    for name in names:
+    for name in record.read_text().split():
         package, room, *rest = [*name.split("."), ""]
         assert package == "megatron_vocabpar"
         modules[room] |= {rest[0]} - {""} if rest else set()
@@ -46,23 +45,18 @@ def check(names: set[str]) -> None:
     assert "draw" not in modules["schedule"]
 
 
-def _imported_anew(_: int) -> set[str]:
+def _import_anew(_: int) -> None:
     """What the flag imports of ours, in a process that has Megatron and forgets ours."""
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
-    found: set[str] = set()
-
-    def record(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "import" and arguments[0].partition(".")[0] in OURS:
-            found.add(arguments[0])
-
-    sys.addaudithook(record)
+    exec(RECORDER, {})
     importlib.import_module("megatron_vocabpar.megatron_lm.replacements")
-    return found
 
 
-def test_the_modules_that_a_training_needs() -> None:
-    check(*run_ranks(1, _imported_anew, fresh=True))
+def test_the_modules_that_a_training_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMPORTED", str(tmp_path))
+    run_ranks(1, _import_anew, fresh=True)
+    check(tmp_path / "0")
 
 
 def test_a_training_beside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +64,4 @@ def test_a_training_beside_a_checkout(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("IMPORTED", str(tmp_path))
     pretrain("--enable-vocab-parallel", pp=2, iterations=3, fresh=True)
-    check(set((tmp_path / "1").read_text().split()))
+    check(tmp_path / "1")
