@@ -55,8 +55,6 @@ FAMILIES = {
     "interlaced": ("interlaced", "1f1b"),
     "v-half": ("vocab-1", "v-half"),
 }
-
-
 IN_EVERY_RUN = ("vocab-1", "vocab-2", "v-half")
 
 

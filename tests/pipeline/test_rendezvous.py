@@ -26,8 +26,6 @@ FAMILIES = [
     ("vocab-2", "v-zb"),
     ("vocab-1", "zb-h1"),
 ]
-
-
 IN_EVERY_RUN = [("vocab-2", "1f1b"), ("vocab-1", "interleaved"), ("vocab-1", "zb-h1")]
 
 
