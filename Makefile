@@ -70,10 +70,9 @@ test-megatron: $(INSTALLED)-test
 	MEGATRON_LM_PATH="$(MEGATRON_LM_PATH)" $(BIN)/python -m pytest $(TWO) tests/megatron_lm $(PYTEST_ARGS)
 
 # Equality for p = 2 and 4, tied and untied; several chunks per rank; resumed training.
-ON_EVERY_MEGATRON := tests/pipeline/test_equality.py tests/pipeline/test_chunks.py \
+ON_EVERY_MEGATRON := tests/pipeline/test_equality.py tests/pipeline/test_families.py \
 	tests/train/test_trainer.py -k "resumed or (test_any_placement and 2-2 and vocab) or \
-	(test_chunks and case) or (test_same_training_as_stock and rope and \
-	(vocab-1-2-2 or vocab-2-2-2 or vocab-1-4-4 or vocab-2-4-4))"
+	(test_same_training_as_stock and rope and (vocab-1-2-2 or vocab-2-2-2 or vocab-1-4-4 or vocab-2-4-4))"
 
 test-megatron-matrix:
 	@status=0; for version in $(MATRIX); do $(MAKE) .venv-matrix/$$version.log || status=1; done; \

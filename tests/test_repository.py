@@ -29,6 +29,13 @@ def test_workflows_run_what_is_here(path: Path) -> None:
             assert all((ROOT / name).exists() for name in re.findall(r"(?:tests|scripts)/[\w./]+", command))
 
 
+@pytest.mark.parametrize("path", ["Makefile", "scripts/machines.py"])
+def test_the_tests_that_it_names_are_here(path: str) -> None:
+    named = re.findall(r"\btests/[\w./]+", (ROOT / path).read_text(encoding="utf-8"))
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_supported_python_is_tested() -> None:
     pythons = read(ROOT / ".github/workflows/checks.yml")["jobs"]["test"]["strategy"]["matrix"]["python"]
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
