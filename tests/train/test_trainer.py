@@ -31,7 +31,7 @@ from megatron_vocabpar.train.schedules import plan_method
 from megatron_vocabpar.train.state import build, load_checkpoint
 from megatron_vocabpar.train.trainer import _Trainer, train
 from tests.cases import rest_is_slow
-from tests.pipeline.gpt import unwrap
+from tests.pipeline.gpt import skip_unless_buildable, unwrap
 from tests.spawn import run_ranks
 
 TEXT = " ".join(f"word{i % 37} says {i % 11} times {i % 5}." for i in range(3000))
@@ -134,6 +134,7 @@ def weights(config: TrainConfig, pp: int, method: str) -> dict[str, np.ndarray]:
 def test_resumed_training_is_bitwise_the_uninterrupted_one(
     base: TrainConfig, tmp_path: Path, family: str, dtype: str, tied: bool
 ) -> None:
+    skip_unless_buildable("vshape" if family == "v-half" else "standard")
     options = {"layers": 4, "family": family, "dtype": dtype, "tied": tied}
     straight = run_job(open_job(base, tmp_path / "straight", **options))
     interrupted = open_job(base, tmp_path / "interrupted", **options, save_interval=2)
